@@ -4,7 +4,6 @@ made from it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -21,7 +20,7 @@ from pydantic import (
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.subsets import SUBSETS
-from eval.settings import Count, PathText, Positive, Settings, Text
+from eval.settings import Count, PathText, Positive, Settings, Text, first_fault, short
 from lazyllm.errors import UserError, nearest
 from lazyllm.models.chat_template import TODAY
 from lazyllm.spec import ATTENTION, AUTO, DTYPES, SDPA_BACKENDS
@@ -307,45 +306,17 @@ def validated(values: Any, kind: type[Config]) -> Config:
         raise UserError(message) from None
 
 
-_EXPECTED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "string_type": "a text",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-    "missing": "a value",
-    "too_short": "at least one value",
-    "string_too_short": "a text that is not empty",
-    "greater_than": "more than {gt}",
-    "greater_than_equal": "{ge} or more",
-    "less_than_equal": "at most {le}",
-    "less_than": "less than {lt}",
-}
-
-
 def _one_line(error: ValidationError, kind: type[BaseModel]) -> str:
     """The first fault, named as on the command line."""
-    errors: Any = error.errors()
-    first = errors[0]
-    where, raised = [*first["loc"]], first.get("ctx", {}).get("error")
-    if not where:  # a rule of several settings, which names them
-        return str(raised)
-    key = ".".join(map(str, where))
-    given = "null" if first["type"] == "missing" else _short(first["input"])
-    if first["type"] == "extra_forbidden":
+    fault = first_fault(error)
+    if not fault.place:  # a rule of several settings, which names them
+        return fault.expected
+    key = ".".join(map(str, fault.place))
+    if fault.kind == "extra_forbidden":
         names = [name for name, *_ in documented(kind)]
-        return f"{key}={given}: no such setting: {nearest(key, names, '--help')}"
-    expected = _expected(first) if raised is None else str(raised)
-    optional = ", or null" if _takes_null(kind, where) else ""
-    return f"{key}={given}: expected {expected}{optional}"
-
-
-def _expected(fault: Any) -> str:
-    if fault["type"] == "literal_error":
-        return fault["ctx"]["expected"].replace("'", "").replace(", ", " or ")
-    text = _EXPECTED.get(fault["type"])
-    return fault["msg"] if text is None else text.format(**fault.get("ctx", {}))
+        return f"{key}={fault.given}: no such setting: {nearest(key, names, '--help')}"
+    optional = ", or null" if _takes_null(kind, fault.place) else ""
+    return f"{key}={fault.given}: expected {fault.expected}{optional}"
 
 
 def _takes_null(kind: type[BaseModel], where: Sequence[Any]) -> bool:
@@ -358,11 +329,6 @@ def _takes_null(kind: type[BaseModel], where: Sequence[Any]) -> bool:
     return field is not None and field.default is None
 
 
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def documented(kind: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
     """(key, default, description) of every setting with a description, in order. `GROUP=` sets a
     group's name.
@@ -372,7 +338,7 @@ def documented(kind: type[BaseModel], prefix: str = "") -> list[tuple[str, str, 
         if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
             rows += documented(field.annotation, f"{prefix}{name}.")
         elif field.description is not None:
-            default = "" if field.is_required() else _short(field.default)
+            default = "" if field.is_required() else short(field.default)
             key = prefix.rstrip(".") if name == "name" else prefix + name
             rows.append((key, default, field.description))
     return rows

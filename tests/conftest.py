@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Tests run side by side (pytest -n): each process, and each that it starts, keeps to one core. Set before torch is
-# imported: a run in a test restores the number that torch began with
+# Tests run side by side (pytest -n): each process, and each that it starts, keeps to one core. Set
+# before torch is imported: a run in a test restores the number that torch began with
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Each run in a test collects garbage several times, and would look through all modules each time, for half a second
+# Each run in a test collects garbage several times, and would look through all modules each time,
+# for half a second
 gc.disable()
 
 
@@ -31,28 +32,36 @@ def pytest_collection_finish() -> None:
 
 # HYPOTHESIS_PROFILE=fuzz .venv/bin/pytest -m hypothesis
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fuzz", settings.get_profile("suite"), max_examples=10_000, print_blob=True)
+settings.register_profile(
+    "fuzz", settings.get_profile("suite"), max_examples=10_000, print_blob=True
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
-# rouge-score brings absl, whose handler closes the stderr it began with, pytest's, as soon as Hydra configures logging
-# while a test has replaced stderr; it never closes this one
+# rouge-score brings absl, whose handler closes the stderr it began with, pytest's, as soon as Hydra
+# configures logging while a test has replaced stderr; it never closes this one
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """What a command sets for its own process, such as `plan` HF_HUB_OFFLINE, ends with the test."""
+    """What a command sets for its own process, such as `plan` HF_HUB_OFFLINE, ends with the
+    test.
+    """
     with patch.dict(os.environ):
         yield
 
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder beside the repository that holds real LongBench rows and tokenizers; skips where it is absent."""
+    """The folder beside the repository that holds real LongBench rows and tokenizers; skips
+    where it is absent.
+    """
     folder = ROOT.parent / "shared"
     if not (folder / "longbench").is_dir():
-        pytest.skip(f"real LongBench rows are not here: {folder.name}/ beside the repository is absent")
+        pytest.skip(
+            f"real LongBench rows are not here: {folder.name}/ beside the repository is absent"
+        )
     return folder
 
 
@@ -72,8 +81,8 @@ def tiny_copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(PRESETS["tiny"].source, tmp_path / "checkpoint"))
 
 
-# The files that take longest, which come first, so that the workers of `pytest -n` end together. Here and not on the
-# command line, where pytest drops a file beside a folder that holds it
+# The files that take longest, which come first, so that the workers of `pytest -n` end together.
+# Here and not on the command line, where pytest drops a file beside a folder that holds it
 LONGEST = (
     "test_first_run.py",
     "test_virtual_card.py",
@@ -107,7 +116,9 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A stand-in hub, which the test fills, for the hub's own client with empty caches (`tests.hub_server`)."""
+    """A stand-in hub, which the test fills, for the hub's own client with empty caches
+    (`tests.hub_server`).
+    """
     from tests.hub_server import HubServer
 
     hub = HubServer({})

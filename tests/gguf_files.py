@@ -1,4 +1,6 @@
-"""GGUF files of small random models, by the package's own writer, with the names of tensors of its own table."""
+"""GGUF files of small random models, by the package's own writer, with the names of tensors of
+its own table.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,21 +24,28 @@ WORDS = ("<unk>", "<s>", "</s>", "<|turn|>")
 END, TURN = 2, 3  # the tokens that end a text and a turn
 TEMPLATE = "{% for message in messages %}{{ message.content }}<|turn|>{% endfor %}"
 _SIZES = dict(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2,
     vocab_size=300, max_position_embeddings=512, bos_token_id=1, eos_token_id=END,
 )  # fmt: skip
 
 
 def model_of(kind: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
-    """A random model: llama (tied or not), qwen2 (with biases), gemma3 (sliding windows, norms that add one)."""
+    """A random model: llama (tied or not), qwen2 (with biases), gemma3 (sliding windows, norms
+    that add one).
+    """
     torch.manual_seed(seed)
     match kind:
         case "llama":
-            model = LlamaForCausalLM(LlamaConfig(**(_SIZES | {"tie_word_embeddings": True} | settings)))
+            model = LlamaForCausalLM(
+                LlamaConfig(**(_SIZES | {"tie_word_embeddings": True} | settings))
+            )
         case "qwen2":
             model = Qwen2ForCausalLM(Qwen2Config(**(_SIZES | settings)))
         case _:
-            own = dict(head_dim=16, num_hidden_layers=7, sliding_window=32, query_pre_attn_scalar=256)
+            own = dict(
+                head_dim=16, num_hidden_layers=7, sliding_window=32, query_pre_attn_scalar=256
+            )
             model = Gemma3ForCausalLM(Gemma3TextConfig(**(_SIZES | own | settings)))
     with torch.no_grad():
         for name, part in model.named_parameters():
@@ -47,13 +56,21 @@ def model_of(kind: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
 
 def write_gguf(
     file: Path, model: Any, quantisation: str = "F32", *, extra: dict[str, Any] | None = None,
-    tensors: dict[str, np.ndarray] | None = None, leave_out: str | None = None, architecture: str | None = None,
+    tensors: dict[str, np.ndarray] | None = None, leave_out: str | None = None,
+    architecture: str | None = None,
 ) -> Path:  # fmt: skip
-    """Write a model as llama.cpp's converter does: its names, Llama's permuted heads, Gemma's norms plus one."""
-    config, kind = model.config, {"gemma3_text": "gemma3"}.get(model.config.model_type, model.config.model_type)
+    """Write a model as llama.cpp's converter does: its names, Llama's permuted heads, Gemma's
+    norms plus one.
+    """
+    config, kind = (
+        model.config,
+        {"gemma3_text": "gemma3"}.get(model.config.model_type, model.config.model_type),
+    )
     writer = gguf.GGUFWriter(file, architecture or kind)
     writer.add_name("small")
-    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if quantisation == "F32" else f"MOSTLY_{quantisation}"])
+    writer.add_file_type(
+        gguf.LlamaFileType["ALL_F32" if quantisation == "F32" else f"MOSTLY_{quantisation}"]
+    )
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -80,7 +97,9 @@ def write_gguf(
         values, own = part.detach().float().numpy(), f"{table.get_name(stem)}.{suffix}"
         if kind == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
-            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+            values = (
+                values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+            )
         if kind == "gemma3" and "norm" in name:
             values = values + 1
         if own == leave_out:
@@ -98,7 +117,9 @@ def write_gguf(
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, size: int, kind: str) -> None:
-    """The special tokens, all bytes, and "th", as byte-level BPE ("gpt2") or as sentencepiece's ("llama")."""
+    """The special tokens, all bytes, and "th", as byte-level BPE ("gpt2") or as sentencepiece's
+    ("llama").
+    """
     letters = list(bytes_to_unicode().values())
     if kind == "llama":
         letters = [f"<0x{number:02X}>" for number in range(256)]

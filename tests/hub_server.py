@@ -1,7 +1,9 @@
-"""A stand-in for the Hugging Face hub on the loopback, which answers `huggingface_hub`'s client like the hub.
+"""A stand-in for the Hugging Face hub on the loopback, which answers `huggingface_hub`'s client
+like the hub.
 
-Model info, file trees and files. Gated repositories show their list of files to all, but serve files only to users
-with access. Left out: redirects to the hub's caches and storage, which the client follows by itself, and Xet.
+Model info, file trees and files. Gated repositories show their list of files to all, but serve
+files only to users with access. Left out: redirects to the hub's caches and storage, which the
+client follows by itself, and Xet.
 """
 
 import hashlib
@@ -29,7 +31,11 @@ class RefusedError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"X-Error-Code": self.code, "X-Error-Message": self.message, "X-Repo-Commit": self.commit}
+        return {
+            "X-Error-Code": self.code,
+            "X-Error-Message": self.message,
+            "X-Repo-Commit": self.commit,
+        }
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class Repository:
 
 @dataclass
 class HubServer:
-    """repositories: by hub id. others: content by path, for other sites (LongBench's templates on GitHub).
+    """repositories: by hub id. others: content by path, for other sites (LongBench's templates on
+    GitHub).
 
     asked: (method, path) of every request.
     """
@@ -60,7 +67,9 @@ class HubServer:
 
     def __post_init__(self) -> None:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(self))
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -90,11 +99,19 @@ class HubServer:
             check_revision(part.removeprefix("revision/"), repository)
         if part.startswith("tree"):
             sizes = {path: len(content) for path, content in repository.files.items()}
-            return as_json([{"type": "file", "path": path, "size": size, "oid": path} for path, size in sizes.items()])
+            return as_json(
+                [
+                    {"type": "file", "path": path, "size": size, "oid": path}
+                    for path, size in sizes.items()
+                ]
+            )
         if part == "auth-check":
             check_access(name, repository, token)
             return as_json({})
-        gated, files = repository.gated is not None and "manual", [{"rfilename": path} for path in repository.files]
+        gated, files = (
+            repository.gated is not None and "manual",
+            [{"rfilename": path} for path in repository.files],
+        )
         return as_json({"id": name, "sha": repository.commit, "gated": gated, "siblings": files})
 
     def _file(self, name: str, revision: str, path: str, token: str) -> Answer:
@@ -116,12 +133,16 @@ class HubServer:
 
 def check_access(name: str, repository: Repository, token: str) -> None:
     if repository.gated is not None and token not in repository.gated:
-        raise RefusedError(403 if token else 401, "GatedRepo", f"Access to model {name} is restricted.")
+        raise RefusedError(
+            403 if token else 401, "GatedRepo", f"Access to model {name} is restricted."
+        )
 
 
 def check_revision(revision: str, repository: Repository) -> None:
     if revision not in ("main", repository.commit):
-        raise RefusedError(404, "RevisionNotFound", f"Invalid rev id: {revision}", repository.commit)
+        raise RefusedError(
+            404, "RevisionNotFound", f"Invalid rev id: {revision}", repository.commit
+        )
 
 
 def as_json(value: Any) -> Answer:
@@ -129,14 +150,18 @@ def as_json(value: Any) -> Answer:
 
 
 def handler_of(hub: HubServer) -> type[BaseHTTPRequestHandler]:
-    """The handler of requests to this hub. Each connection takes one request, as HTTP/1.0 has it."""
+    """The handler of requests to this hub. Each connection takes one request, as HTTP/1.0 has
+    it.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path, status = unquote(urlsplit(self.path).path), 200
             hub.asked.append((self.command, path))
             try:
-                body, headers = hub.answer(path, self.headers.get("Authorization", "").removeprefix("Bearer "))
+                body, headers = hub.answer(
+                    path, self.headers.get("Authorization", "").removeprefix("Bearer ")
+                )
             except RefusedError as error:
                 (body, _), headers, status = as_json({}), error.headers, error.status
             self.send_response(status)

@@ -1,28 +1,35 @@
-"""An obvious, slow, independent re-implementation of LazyLLM (arXiv 2407.14057, section 3), for the tests only.
+"""An obvious, slow, independent re-implementation of LazyLLM (arXiv 2407.14057, section 3), for the
+tests only.
 
-Nothing here is fast and nothing is shared with the `lazyllm` package: tokens live in dictionaries (position ->
-hidden vector; per layer, position -> key and value), attention is computed for one query token at a time, and the whole
-forward pass (norms, RoPE and its scalings, grouped-query attention, sliding windows, softcaps, gated MLPs, the
-multipliers of some models) is written out in float64 numpy from the model's weights and its config.
-`tests/test_reference.py` holds it to transformers' own forward pass and to selections by hand.
+Nothing here is fast and nothing is shared with the `lazyllm` package: tokens live in dictionaries
+(position -> hidden vector; per layer, position -> key and value), attention is computed for one
+query token at a time, and the whole forward pass (norms, RoPE and its scalings, grouped-query
+attention, sliding windows, softcaps, gated MLPs, the multipliers of some models) is written out in
+float64 numpy from the model's weights and its config. `tests/test_reference.py` holds it to
+transformers' own forward pass and to selections by hand.
 
 Decided here, because the paper leaves it open:
 
  1. An answer's last token is never run. That holds for an end token too.
- 2. The newest token always stays: the prompt's last one in the prefill, and the newest generated one in decoding.
- 3. A step selects `ceil(ratio * c)` of the c prompt tokens that entered the layer in this step. In the prefill the
+ 2. The newest token always stays: the prompt's last one in the prefill, and the newest generated
+ one in decoding. 3. A step selects `ceil(ratio * c)` of the c prompt tokens that entered the layer
+ in this step. In the prefill the
     newest token is among them.
- 4. Generated tokens stay and do not count. With `prune_generated` all but the newest one are candidates and count.
- 5. `revive=False`: decoding uses what the prefill selected, and nothing is selected again. Nothing waits in the Aux
+ 4. Generated tokens stay and do not count. With `prune_generated` all but the newest one are
+ candidates and count. 5. `revive=False`: decoding uses what the prefill selected, and nothing is
+ selected again. Nothing waits in the Aux
     Cache.
- 6. RoPE that depends on the length: a token keeps the length of the text in the step in which it entered layer 1.
- 7. Bytes are of what is held, not of what is reserved: keys and values in the model's dtype, of each layer and head;
+ 6. RoPE that depends on the length: a token keeps the length of the text in the step in which it
+     entered layer 1.
+ 7. Bytes are of what is held, not of what is reserved: keys and values in the model's dtype, of
+     each layer and head;
     hidden states at boundaries. A token that has not run holds nothing.
 
-Notation: `N` prompt tokens, `L` layers, `H` query heads, `G` key/value heads, `d` head width, `D` model
-width, `V` vocabulary. Layers and pruning layers are counted from 1, positions from 0. Boundary l comes after layer l.
-The text: all token ids so far, prompt and answer. A step: one pass that gives one set of logits. Step 0, the prefill,
-takes in the prompt; later steps decode.
+Notation: `N` prompt tokens, `L` layers, `H` query heads, `G` key/value heads, `d` head width, `D`
+model width, `V` vocabulary. Layers and pruning layers are counted from 1, positions from 0.
+Boundary l comes after layer l.
+The text: all token ids so far, prompt and answer. A step: one pass that gives one set of logits.
+Step 0, the prefill, takes in the prompt; later steps decode.
 """
 
 import contextlib
@@ -71,7 +78,9 @@ def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
     return x if cap is None else cap * np.tanh(x / cap)
 
 
-def rope_frequencies(rope: Mapping[str, Any], width: int, max_positions: int, reach: int) -> tuple[np.ndarray, float]:
+def rope_frequencies(
+    rope: Mapping[str, Any], width: int, max_positions: int, reach: int
+) -> tuple[np.ndarray, float]:
     """Radians per position of each pair of dimensions, [width / 2], and the factor on cos and sin.
 
     rope: the config's RoPE parameters, for one kind of layer.
@@ -87,11 +96,15 @@ def rope_frequencies(rope: Mapping[str, Any], width: int, max_positions: int, re
             return plain, 1.0
         case "linear":  # Chen et al. 2023, arXiv 2306.15595
             return plain / factor, 1.0
-        case "dynamic":  # NTK-aware: the base grows with the text once it is longer than the model was made for
+        case (
+            "dynamic"
+        ):  # NTK-aware: the base grows with the text once it is longer than the model was made for
             grown = max(reach, max_positions) / max_positions
             theta = theta * (factor * grown - (factor - 1)) ** (width / (width - 2))
             return theta ** (-2.0 * pairs / width), 1.0
-        case "yarn":  # Peng et al. 2023, arXiv 2309.00071, with the rounded bounds of its authors' code
+        case (
+            "yarn"
+        ):  # Peng et al. 2023, arXiv 2309.00071, with the rounded bounds of its authors' code
             original = rope["original_max_position_embeddings"]
 
             def pair_that_turns(times: float) -> float:
@@ -103,7 +116,12 @@ def rope_frequencies(rope: Mapping[str, Any], width: int, max_positions: int, re
             return plain * (1 - ramp) + plain / factor * ramp, 0.1 * np.log(factor) + 1
         case "llama3":  # as published with Llama 3.1
             original, slow, fast = (
-                rope[name] for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+                rope[name]
+                for name in (
+                    "original_max_position_embeddings",
+                    "low_freq_factor",
+                    "high_freq_factor",
+                )
             )
             turns = original * plain / (2 * np.pi)  # within the original length
             smooth = np.clip((turns - slow) / (fast - slow), 0, 1)
@@ -119,8 +137,8 @@ def rope_frequencies(rope: Mapping[str, Any], width: int, max_positions: int, re
 class HandModel:
     """The weights of a model in float64 numpy, and one token's way through a layer.
 
-    model: a Hugging Face causal language model of a type in `VARIANTS`. Its weights are copied; the model is neither
-        run nor changed.
+    model: a Hugging Face causal language model of a type in `VARIANTS`. Its weights are copied; the
+        model is neither run nor changed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -136,9 +154,12 @@ class HandModel:
         self.eps: float = config.rms_norm_eps
         self.max_positions: int = config.max_position_embeddings
         self.weights = {
-            name: tensor.detach().cpu().to(torch.float64).numpy().copy() for name, tensor in model.state_dict().items()
+            name: tensor.detach().cpu().to(torch.float64).numpy().copy()
+            for name, tensor in model.state_dict().items()
         }
-        self.head_dim: int = self.weights["model.layers.0.self_attn.o_proj.weight"].shape[1] // self.num_heads
+        self.head_dim: int = (
+            self.weights["model.layers.0.self_attn.o_proj.weight"].shape[1] // self.num_heads
+        )
 
         # a layer's window: a token sees itself and `window` - 1 positions before it
         window = config.sliding_window if hasattr(config, "sliding_window") else None
@@ -149,7 +170,10 @@ class HandModel:
         ropes = config.rope_parameters
         self.ropes = [ropes.get(kind, ropes) for kind in kinds]
         if self.kind == "smollm3":
-            self.ropes = [rope if has else None for rope, has in zip(self.ropes, config.no_rope_layers, strict=True)]
+            self.ropes = [
+                rope if has else None
+                for rope, has in zip(self.ropes, config.no_rope_layers, strict=True)
+            ]
 
         self.attention_scale = 1 / np.sqrt(self.head_dim)
         self.attention_cap = self.logits_cap = None
@@ -177,13 +201,19 @@ class HandModel:
         return y if bias is None else y + bias
 
     def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        """RMSNorm; Gemma's weights are offsets from 1. If the model has no such norm, x is returned unchanged."""
+        """RMSNorm; Gemma's weights are offsets from 1. If the model has no such norm, x is
+        returned unchanged.
+        """
         if f"{name}.weight" not in self.weights:
             return x
-        return _rms_norm(x, self.weights[f"{name}.weight"] + (1.0 if self.is_gemma else 0.0), self.eps)
+        return _rms_norm(
+            x, self.weights[f"{name}.weight"] + (1.0 if self.is_gemma else 0.0), self.eps
+        )
 
     def _head_norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Norm of queries or keys (x: [heads, d]): OLMo 2's over all heads together, of others over each head."""
+        """Norm of queries or keys (x: [heads, d]): OLMo 2's over all heads together, of others
+        over each head.
+        """
         if self.kind == "olmo2":
             return self._norm(name, x.reshape(-1)).reshape(x.shape)
         return np.stack([self._norm(name, head) for head in x])
@@ -198,16 +228,22 @@ class HandModel:
         angle = position * frequencies  # [width / 2]
         cos, sin = factor * np.cos(angle), factor * np.sin(angle)
         first, second, rest = x[:, : width // 2], x[:, width // 2 : width], x[:, width:]
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=1)
+        return np.concatenate(
+            [first * cos - second * sin, second * cos + first * sin, rest], axis=1
+        )
 
-    def _query_key_value(self, layer: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _query_key_value(
+        self, layer: int, x: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[H, d], [G, d], [G, d], from one matrix (Phi-3) or three; before norms and RoPE."""
         attention = f"model.layers.{layer - 1}.self_attn"
         if f"{attention}.qkv_proj.weight" in self.weights:
             all_heads = self._linear(f"{attention}.qkv_proj", x).reshape(-1, self.head_dim)
             q, k, v = np.split(all_heads, [self.num_heads, self.num_heads + self.num_kv_heads])
             return q, k, v
-        q, k, v = (self._linear(f"{attention}.{name}_proj", x).reshape(-1, self.head_dim) for name in "qkv")
+        q, k, v = (
+            self._linear(f"{attention}.{name}_proj", x).reshape(-1, self.head_dim) for name in "qkv"
+        )
         return q, k, v
 
     def _mlp(self, layer: int, x: np.ndarray) -> np.ndarray:
@@ -222,16 +258,24 @@ class HandModel:
         """The hidden state [D] that enters layer 1."""
         return self.weights["model.embed_tokens.weight"][token_id] * self.embedding_factor
 
-    def key_value(self, layer: int, hidden: np.ndarray, position: int, reach: int) -> tuple[np.ndarray, np.ndarray]:
-        """Key (after RoPE) and value [G, d] of a token's hidden [D] in one layer. reach: as in `rope_frequencies`."""
+    def key_value(
+        self, layer: int, hidden: np.ndarray, position: int, reach: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Key (after RoPE) and value [G, d] of a token's hidden [D] in one layer. reach: as in
+        `rope_frequencies`.
+        """
         x = self._norm(f"model.layers.{layer - 1}.input_layernorm", hidden)
         _, k, v = self._query_key_value(layer, x)
         k = self._head_norm(f"model.layers.{layer - 1}.self_attn.k_norm", k)
         return self._rope(k, layer, position, reach), v
 
     def query(self, layer: int, hidden: np.ndarray, position: int, reach: int) -> np.ndarray:
-        """Query (after RoPE) of one token in one layer. Arguments as of `key_value`; returns [H, d]."""
-        q, _, _ = self._query_key_value(layer, self._norm(f"model.layers.{layer - 1}.input_layernorm", hidden))
+        """Query (after RoPE) of one token in one layer. Arguments as of `key_value`; returns [H,
+        d].
+        """
+        q, _, _ = self._query_key_value(
+            layer, self._norm(f"model.layers.{layer - 1}.input_layernorm", hidden)
+        )
         q = self._head_norm(f"model.layers.{layer - 1}.self_attn.q_norm", q)
         return self._rope(q, layer, position, reach)
 
@@ -240,7 +284,9 @@ class HandModel:
         return head // (self.num_heads // self.num_kv_heads)
 
     def attention_logits(self, query: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Attention logits [t] of one query head [d] to keys [t, d], with the model's scale and softcap."""
+        """Attention logits [t] of one query head [d] to keys [t, d], with the model's scale and
+        softcap.
+        """
         return _capped(keys @ query * self.attention_scale, self.attention_cap)
 
     def layer(
@@ -253,8 +299,9 @@ class HandModel:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """One token through one layer, from 1: hidden state before it and after it, [D].
 
-        attended: key and value, each [G, d], of every token it attends to (itself among them), `t` of them. reach: as
-        in `rope_frequencies`. Also returns the attention probabilities, [H, t], and their logits, [H, t].
+        attended: key and value, each [G, d], of every token it attends to (itself among them), `t`
+        of them. reach: as in `rope_frequencies`. Also returns the attention probabilities, [H, t],
+        and their logits, [H, t].
         """
         by_head = [[(k[g], v[g]) for k, v in attended] for g in range(self.num_kv_heads)]
         after, probabilities, logits = self.attend_by_head(layer, hidden, position, reach, by_head)
@@ -268,10 +315,13 @@ class HandModel:
         reach: int,
         attended: Sequence[Sequence[Pair]],
     ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-        """`layer` with other tokens for each key/value head; `attended[g]`: pairs of [d] of head g."""
+        """`layer` with other tokens for each key/value head; `attended[g]`: pairs of [d] of head
+        g.
+        """
         prefix = f"model.layers.{layer - 1}"
         q = self.query(layer, hidden, position, reach)
-        stored = [[np.stack(tensors) for tensors in zip(*here, strict=True)] for here in attended]  # [t, d] by KV head
+        # [t, d] by KV head
+        stored = [[np.stack(tensors) for tensors in zip(*here, strict=True)] for here in attended]
         probabilities, outputs, logits = [], [], []
         for head in range(self.num_heads):
             keys, values = stored[self.kv_head(head)]
@@ -282,7 +332,10 @@ class HandModel:
         if (
             self.is_gemma or self.kind == "olmo2"
         ):  # the norm of this name follows attention, instead of preceding the MLP
-            attention, before_mlp = self._norm(f"{prefix}.post_attention_layernorm", attention), "pre_feedforward"
+            attention, before_mlp = (
+                self._norm(f"{prefix}.post_attention_layernorm", attention),
+                "pre_feedforward",
+            )
         else:
             before_mlp = "post_attention"
         hidden = hidden + self.residual_factor * attention
@@ -297,7 +350,9 @@ class HandModel:
 
 
 def forward_reference(model: PreTrainedModel, input_ids: Sequence[int]) -> np.ndarray:
-    """Logits [N, V] of all positions, without any pruning: what `model(input_ids).logits[0]` should be."""
+    """Logits [N, V] of all positions, without any pruning: what `model(input_ids).logits[0]`
+    should be.
+    """
     hand = HandModel(model)
     hidden = {position: hand.embed(token) for position, token in enumerate(input_ids)}
     reach = len(input_ids)
@@ -312,7 +367,9 @@ def forward_reference(model: PreTrainedModel, input_ids: Sequence[int]) -> np.nd
 
 
 def keep_count(ratio: float, n: int, rounded: Callable[[Fraction], int] = ceil) -> int:
-    """ceil(ratio * n), with the ratio taken as the decimal number it was written as (0.55 of 20 is 11, not 12)."""
+    """ceil(ratio * n), with the ratio taken as the decimal number it was written as (0.55 of 20
+    is 11, not 12).
+    """
     return rounded(Fraction(str(ratio)) * n)
 
 
@@ -322,16 +379,20 @@ class ReferenceOutput:
 
     token_ids: the generated tokens, the end token (if reached) included.
     logits: the logits [V] that chose the token.
-    selected: {boundary: sorted positions of the step's set after it, generated tokens and the newest included}.
+    selected: {boundary: sorted positions of the step's set after it, generated tokens and the
+        newest included}.
     revived: {boundary: sorted positions that left the Aux Cache there and entered the next layer}.
-    importance: {boundary: {position: mean attention probability of the newest token}} of the step's set before it.
+    importance: {boundary: {position: mean attention probability of the newest token}} of the step's
+        set before it.
     computed: [steps, L] int, distinct prompt tokens computed so far in each layer.
-    compute_counts: {(layer, position): how many times the token was computed in the layer}; nothing above 1.
+    compute_counts: {(layer, position): how many times the token was computed in the layer}; nothing
+        above 1.
     aux: {boundary: positions whose hidden state is held there at the end of the answer}.
     kv_bytes, aux_bytes: held at the end of the answer.
-    margin: the smallest difference in importance between a kept and a dropped candidate, over all selections, exact
-        ties left out (infinite if no selection had a choice): a selection is decisive if this is well above the
-        rounding errors of the compared results.
+    margin: the smallest difference in importance between a kept and a dropped candidate, over all
+        selections, exact
+        ties left out (infinite if no selection had a choice): a selection is decisive if this is
+        well above the rounding errors of the compared results.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -355,13 +416,15 @@ def kv_bytes_of(hand: HandModel, model: PreTrainedModel, num_pairs: int) -> int:
 class LazyReference:
     """LazyLLM (sections 3.2 to 3.4 of the paper). With an empty schedule: the baseline.
 
-    There is no Aux Cache here: every layer remembers all hidden states of its output. A selected token that was not in
-    the next layer yet enters it from there. The size of the Aux Cache follows by counting.
+    There is no Aux Cache here: every layer remembers all hidden states of its output. A selected
+    token that was not in the next layer yet enters it from there. The size of the Aux Cache follows
+    by counting.
 
     model: a Hugging Face model that `HandModel` knows; only its weights are used.
     prompt: the prompt's tokens.
     schedule: {pruning layer, from 1: keep ratio in (0, 1]}.
-    prune_generated: in decoding, all generated tokens except the newest are candidates too, and count.
+    prune_generated: in decoding, all generated tokens except the newest are candidates too, and
+        count.
     revive: False for the ablation without section 3.3: decoding uses the prefill's selections.
     """
 
@@ -382,8 +445,10 @@ class LazyReference:
         self.num_run = 0  # number of the text's first tokens that have been in a step
         self.reach: dict[int, int] = {}
         self.kv: dict[int, dict[int, Pair]] = {layer: {} for layer in self.layers}
-        self.after: dict[int, dict[int, np.ndarray]] = {layer: {} for layer in (0, *self.layers)}  # 0: embeddings
-        self.counts: Counter[tuple[int, int]] = Counter()  # of (layer, position): how often it was computed
+        # 0: embeddings
+        self.after: dict[int, dict[int, np.ndarray]] = {layer: {} for layer in (0, *self.layers)}
+        # of (layer, position): how often it was computed
+        self.counts: Counter[tuple[int, int]] = Counter()
         self.first_selected: dict[int, set[int]] = {}  # by the prefill
 
     def answer(
@@ -391,7 +456,8 @@ class LazyReference:
     ) -> ReferenceOutput:
         """Generate greedily.
 
-        eos_token_ids: generation stops after one of these. forced: the first generated tokens, whatever the logits are.
+        eos_token_ids: generation stops after one of these. forced: the first generated tokens,
+            whatever the logits are.
         """
         out, computed = ReferenceOutput(), []
         while len(out.token_ids) < max_new_tokens and not set(out.token_ids) & set(eos_token_ids):
@@ -439,22 +505,30 @@ class LazyReference:
         self.num_run = len(self.text)
 
     def _enter(self, layer: int, active: set[int]) -> dict[int, float]:
-        """Run the tokens of the set that the layer has not seen yet; attention of the last one, mean over heads."""
+        """Run the tokens of the set that the layer has not seen yet; attention of the last one,
+        mean over heads.
+        """
         new = [p for p in sorted(active) if p not in self.after[layer]]
         for p in new:
-            self.kv[layer][p] = self.hand.key_value(layer, self.after[layer - 1][p], p, self.reach[p])
+            self.kv[layer][p] = self.hand.key_value(
+                layer, self.after[layer - 1][p], p, self.reach[p]
+            )
         importance = dict.fromkeys(sorted(active), 0.0)  # 0 outside the layer's window
         for p in new:
             seen = [other for other in sorted(active) if self.hand.sees(layer, p, other)]
             pairs = [self.kv[layer][other] for other in seen]
-            after, attention, _ = self.hand.layer(layer, self.after[layer - 1][p], p, self.reach[p], pairs)
+            after, attention, _ = self.hand.layer(
+                layer, self.after[layer - 1][p], p, self.reach[p], pairs
+            )
             self.after[layer][p] = after
             self.counts[layer, p] += 1
             if p == max(active):
                 importance |= dict(zip(seen, attention.mean(axis=0).tolist(), strict=True))
         return importance
 
-    def _select(self, boundary: int, active: set[int], importance: dict[int, float], out: ReferenceOutput) -> set[int]:
+    def _select(
+        self, boundary: int, active: set[int], importance: dict[int, float], out: ReferenceOutput
+    ) -> set[int]:
         """The tokens of the step's set that continue."""
         if not self.revive and boundary in self.first_selected:
             return {p for p in active if p in self.first_selected[boundary] or p not in self.prompt}
@@ -498,7 +572,8 @@ def _rope(kind: str = "default", rope_theta: float = 10000.0, **more: Any) -> di
 # The config of a small model
 SMALL: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5, "rope_parameters": _rope(), "tie_word_embeddings": False,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
@@ -512,33 +587,49 @@ def random_model(
     float64_throughout: bool = True,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A small random float64 model whose attention is far from uniform, so that selections are decisive.
+    """A small random float64 model whose attention is far from uniform, so that selections are
+    decisive.
 
-    transformers rounds to float32 inside RMSNorm and the rotary embedding even in a float64 model, so that its logits
-    are good to 1e-6 only; unless `float64_throughout` is False, these modules therefore run in `casts_in_float64`.
-    Eager attention rounds its softmax as well: use SDPA, or `casts_in_float64`, for comparisons to 1e-9.
+    transformers rounds to float32 inside RMSNorm and the rotary embedding even in a float64 model,
+    so that its logits are good to 1e-6 only; unless `float64_throughout` is False, these modules
+    therefore run in `casts_in_float64`.
+    Eager attention rounds its softmax as well: use SDPA, or `casts_in_float64`, for comparisons to
+        1e-9.
     """
     fields = SMALL | {"hidden_size": 48, "head_dim": 12, "num_hidden_layers": num_layers}
     if architecture in ("mistral", "qwen2", "qwen3"):
         fields["sliding_window"] = None
     if architecture == "qwen3":
-        fields["head_dim"] = 16  # not hidden_size / num_attention_heads, as in the released checkpoints
+        fields["head_dim"] = (
+            16  # not hidden_size / num_attention_heads, as in the released checkpoints
+        )
     model = _random(architecture, fields | overrides, seed, attn_implementation, torch.float64)
     for module in model.modules() if float64_throughout else ():
         kind = type(module)
         if kind.__name__.endswith(("RMSNorm", "RotaryEmbedding")):
-            module.__class__ = type(kind.__name__, (kind,), {"forward": casts_in_float64()(kind.forward)})
+            module.__class__ = type(
+                kind.__name__, (kind,), {"forward": casts_in_float64()(kind.forward)}
+            )
     return model
 
 
 def _random(
-    model_type: str, fields: Mapping[str, Any], seed: int, attn_implementation: str, dtype: torch.dtype
+    model_type: str,
+    fields: Mapping[str, Any],
+    seed: int,
+    attn_implementation: str,
+    dtype: torch.dtype,
 ) -> PreTrainedModel:
-    """Every parameter random, norm weights and biases included; the global random state is left alone."""
-    config = AutoConfig.for_model(model_type, **copy.deepcopy(dict(fields)))  # some configs change their RoPE's dict
+    """Every parameter random, norm weights and biases included; the global random state is left
+    alone.
+    """
+    # some configs change their RoPE's dict
+    config = AutoConfig.for_model(model_type, **copy.deepcopy(dict(fields)))
     exact = casts_in_float64() if dtype == torch.float64 else contextlib.nullcontext()
     with torch.random.fork_rng(devices=[]), exact:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attn_implementation, dtype=dtype
+        ).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
@@ -555,12 +646,16 @@ def _random(
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 WINDOW = 7
 
-# One row per kind of decoder that the library supports: model type, and its differences to `random_model`. Lengths
-# at which something changes (windows, RoPEs that depend on the length) are short enough for prompts of a few tokens.
+# One row per kind of decoder that the library supports: model type, and its differences to
+# `random_model`. Lengths at which something changes (windows, RoPEs that depend on the length) are
+# short enough for prompts of a few tokens.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, linear RoPE": ("llama", {"rope_parameters": _rope("linear", factor=3.0)}),
-    "llama, dynamic NTK": ("llama", {"rope_parameters": _rope("dynamic", factor=2.0), "max_position_embeddings": 19}),
+    "llama, dynamic NTK": (
+        "llama",
+        {"rope_parameters": _rope("dynamic", factor=2.0), "max_position_embeddings": 19},
+    ),
     "llama, YaRN": (
         "llama",
         {"rope_parameters": _rope("yarn", 100.0, factor=4.0, original_max_position_embeddings=128)},
@@ -569,7 +664,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {
             "rope_parameters": _rope(
-                "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+                "llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=32,
             )
         },
     ),
@@ -595,7 +694,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": WINDOW,
         },
     ),
-    "gemma2": ("gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}),
+    "gemma2": (
+        "gemma2",
+        {"sliding_window": WINDOW, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
+    ),
     "gemma3": (
         "gemma3_text",
         {
@@ -625,7 +727,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_variant(
-    name: str, seed: int, attn_implementation: str = "sdpa", dtype: torch.dtype = torch.float64, **overrides: Any
+    name: str,
+    seed: int,
+    attn_implementation: str = "sdpa",
+    dtype: torch.dtype = torch.float64,
+    **overrides: Any,
 ) -> PreTrainedModel:
     """A small random model of 4 layers for one of `VARIANTS`, transformers' own modules throughout.
 
@@ -642,10 +748,11 @@ def attention_of(variant: str) -> str:
 
 @contextlib.contextmanager
 def casts_in_float64() -> Iterator[None]:
-    """Within it, Python code that asks for float32 gets float64: transformers' eager softmax, RMSNorm and RoPE too.
+    """Within it, Python code that asks for float32 gets float64: transformers' eager softmax,
+    RMSNorm and RoPE too.
 
-    By replacing the names `torch.float32`, `torch.float` and `Tensor.float`, and the default dtype: for a few
-    lines around a model's forward pass in a test, not for more.
+    By replacing the names `torch.float32`, `torch.float` and `Tensor.float`, and the default dtype:
+    for a few lines around a model's forward pass in a test, not for more.
     """
     saved, default = (torch.float32, torch.float, torch.Tensor.float), torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

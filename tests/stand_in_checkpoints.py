@@ -1,6 +1,7 @@
 """Stand-ins for checkpoints of Llama 2 7B chat and XGen 7B: the same kinds of files.
 
-Settings are those of the originals. Only the width is small, and the weights give one answer to every prompt.
+Settings are those of the originals. Only the width is small, and the weights give one answer to
+every prompt.
 """
 
 import io
@@ -18,11 +19,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lazyllm.models.tokenizers import load_tokenizer
 
 LLAMA2 = dict(
-    hidden_size=64, intermediate_size=64, num_hidden_layers=32, num_attention_heads=4, num_key_value_heads=4,
-    max_position_embeddings=4096, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, vocab_size=32000,
+    hidden_size=64, intermediate_size=64, num_hidden_layers=32, num_attention_heads=4,
+    num_key_value_heads=4,
+    max_position_embeddings=4096, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
+    vocab_size=32000,
 )  # fmt: skip
 XGEN = LLAMA2 | dict(
-    max_position_embeddings=8192, rms_norm_eps=1e-6, bos_token_id=50256, eos_token_id=50256, vocab_size=51200,
+    max_position_embeddings=8192, rms_norm_eps=1e-6, bos_token_id=50256, eos_token_id=50256,
+    vocab_size=51200,
 )  # fmt: skip
 SAMPLING = dict(do_sample=True, temperature=0.6, top_p=0.9)
 
@@ -35,10 +39,18 @@ def llama2(tokenizer_model: Path, answer: str) -> dict[str, bytes]:
         name: {"__type": "AddedToken", "content": text, **flags}
         for name, text in (("bos_token", "<s>"), ("eos_token", "</s>"))
     }
-    settings = dict(add_bos_token=True, add_eos_token=False, legacy=False, tokenizer_class="LlamaTokenizer", **tokens)
+    settings = dict(
+        add_bos_token=True,
+        add_eos_token=False,
+        legacy=False,
+        tokenizer_class="LlamaTokenizer",
+        **tokens,
+    )
     return {
         **_weights(LLAMA2, [*tokenizer(answer, add_special_tokens=False).input_ids, 2]),
-        "generation_config.json": _json(dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, **SAMPLING)),
+        "generation_config.json": _json(
+            dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, **SAMPLING)
+        ),
         "tokenizer.json": tokenizer.backend_tokenizer.to_str().encode(),
         "tokenizer.model": tokenizer_model.read_bytes(),
         "tokenizer_config.json": _json(settings),
@@ -48,13 +60,19 @@ def llama2(tokenizer_model: Path, answer: str) -> dict[str, bytes]:
 
 
 def xgen(answer: Sequence[int]) -> dict[str, bytes]:
-    """Files as of `Salesforce/xgen-7b-8k-inst`, by path: its weights are pickles, its tokenizer is code."""
+    """Files as of `Salesforce/xgen-7b-8k-inst`, by path: its weights are pickles, its tokenizer
+    is code.
+    """
     settings = dict(
-        tokenizer_class="XgenTokenizer", auto_map=dict(AutoTokenizer=["tokenization_xgen.XgenTokenizer", None]),
+        tokenizer_class="XgenTokenizer",
+        auto_map=dict(AutoTokenizer=["tokenization_xgen.XgenTokenizer", None]),
         add_special_tokens=True, eos_token="<|endoftext|>", model_max_length=8192, pad_token=None,
     )  # fmt: skip
     files = _weights(XGEN, [*answer, 50256])
-    shards = {name: name.replace("model", "pytorch_model").replace(".safetensors", ".bin") for name in files}
+    shards = {
+        name: name.replace("model", "pytorch_model").replace(".safetensors", ".bin")
+        for name in files
+    }
     index = json.loads(files.pop("model.safetensors.index.json"))
     index["weight_map"] = {tensor: shards[name] for tensor, name in index["weight_map"].items()}
     for name in [name for name in files if name.endswith(".safetensors")]:
@@ -70,10 +88,11 @@ def xgen(answer: Sequence[int]) -> dict[str, bytes]:
 
 
 def _weights(settings: dict[str, Any], answer: Sequence[int]) -> dict[str, bytes]:
-    """config.json, shards and index of a model that answers any prompt with these distinct tokens, by the last token.
+    """config.json, shards and index of a model that answers any prompt with these distinct tokens,
+    by the last token.
 
-    Channel 0 of every embedding raises the answer's first token; channel i + 1 of its i-th token raises the next
-    one, more strongly. The layers add a little noise.
+    Channel 0 of every embedding raises the answer's first token; channel i + 1 of its i-th token
+    raises the next one, more strongly. The layers add a little noise.
     """
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**settings))

@@ -60,9 +60,8 @@ def missing(run: StoredRun) -> Iterator[str]:
 def wrong_scores(run: StoredRun) -> Iterator[str]:
     for one in (made for made in run.visits if not leaves_out_texts(made)):
         dataset = DATASETS[one.dataset]
-        classes = (
-            classes_of(one.dataset)[one.id] if needs_classes(dataset) else None
-        )  # visits lack the class names
+        # visits lack the class names
+        classes = classes_of(one.dataset)[one.id] if needs_classes(dataset) else None
         for arm, stored in one.answers.items():
             score = score_example(dataset, stored.text or "", one.gold, classes)
             # versions of Python may add floats in another order

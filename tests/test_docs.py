@@ -1,4 +1,6 @@
-"""README.md and docs/ name what exists: commands, keys, columns, links; their numbers are those of results/."""
+"""README.md and docs/ name what exists: commands, keys, columns, links; their numbers are those
+of results/.
+"""
 
 import re
 import shlex
@@ -28,7 +30,8 @@ PAGES = docs.pages()
 RESULTS = sorted((ROOT / "results").rglob("README.md"))
 WRITTEN = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *RESULTS]
 _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
-_LINK = re.compile(r"\]\(([^)\s#:]+)(?:#([^)\s]*))?\)")  # ](path#anchor), not ](https://...) and not ](#anchor)
+# ](path#anchor), not ](https://...) and not ](#anchor)
+_LINK = re.compile(r"\]\(([^)\s#:]+)(?:#([^)\s]*))?\)")
 _CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 # stands for what a reader fills in, or needs what only a GPU's owner has
 _PLACEHOLDER = re.compile(r"\.\.\.|\$|\b(FOLDER|NAME|FILE|my_|mine\b)")
@@ -39,32 +42,52 @@ def name_of(page: Path) -> str:
 
 
 def arms_of(arguments: list[str]) -> tuple[Arm, ...]:
-    """The arms of a run with these arguments. Raises UserError for settings and hyperparameters that cannot be."""
+    """The arms of a run with these arguments. Raises UserError for settings and hyperparameters
+    that cannot be.
+    """
     return expand(read([word for word in arguments if not word.startswith("hydra/")]))
 
 
 def commands(text: str) -> list[str]:
-    """The command lines of a page's code blocks and of its code in running text, each on one line."""
-    blocks = [block for language, block in _FENCE.findall(text) if language in ("bash", "console", "sh", "")]
+    """The command lines of a page's code blocks and of its code in running text, each on one
+    line.
+    """
+    blocks = [
+        block
+        for language, block in _FENCE.findall(text)
+        if language in ("bash", "console", "sh", "")
+    ]
     inline = re.findall(r"`([^`]+)`", _FENCE.sub("", text))
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines() + [" ".join(code.split()) for code in inline]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines() + [
+        " ".join(code.split()) for code in inline
+    ]
     return [re.sub(r"\s#.*", "", line).strip() for line in lines]
 
 
 def run_arguments(line: str) -> list[str] | None:
-    """The overrides of a line that runs, plans or fetches; None for another one or one with placeholders."""
-    match = re.search(r"(?:python run\.py|lazyllm-bench (run|plan|fetch)) (?!-sc )(.+)", line)  # -sc is the shell's
+    """The overrides of a line that runs, plans or fetches; None for another one or one with
+    placeholders.
+    """
+    # -sc is the shell's
+    match = re.search(r"(?:python run\.py|lazyllm-bench (run|plan|fetch)) (?!-sc )(.+)", line)
     if match is None or _PLACEHOLDER.search(match[2]):
         return None
     words = shlex.split(re.split(r" && | \| ", match[2])[0])
-    swept = "-m" in words or match[1] in ("plan", "fetch")  # the first of a sweep's values is composed
-    return [re.sub(r"^([\w./+]+=[^\[{,]+),.*", r"\1", word) if swept else word for word in words if "=" in word]
+    # the first of a sweep's values is composed
+    swept = "-m" in words or match[1] in ("plan", "fetch")
+    return [
+        re.sub(r"^([\w./+]+=[^\[{,]+),.*", r"\1", word) if swept else word
+        for word in words
+        if "=" in word
+    ]
 
 
 def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub and the site make them."""
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def test_ceilings_of_sparse_attention_are_those_of_the_flops() -> None:
@@ -74,10 +97,15 @@ def test_ceilings_of_sparse_attention_are_those_of_the_flops() -> None:
     rows = [line for line in page.splitlines() if re.search(r"\d % \([\d.]+x\)", line)]
     assert len(rows) == 4
     for row in rows:
-        shown = [(float(share), float(ceiling)) for share, ceiling in re.findall(r"([\d.]+) % \(([\d.]+)x\)", row)]
+        shown = [
+            (float(share), float(ceiling))
+            for share, ceiling in re.findall(r"([\d.]+) % \(([\d.]+)x\)", row)
+        ]
         for name in re.findall(r"`([\w.-]+)`", row):
             ceilings = [attention_ceiling(shape_of(ModelSpec(name, "dummy")), n) for n in lengths]
-            assert shown == [(round(100 - 100 / of_model, 1), round(of_model, 2)) for of_model in ceilings]
+            assert shown == [
+                (round(100 - 100 / of_model, 1), round(of_model, 2)) for of_model in ceilings
+            ]
 
 
 @pytest.mark.parametrize("page", docs.filled(), ids=name_of)
@@ -98,7 +126,9 @@ def table_of(source: str) -> list[str]:
 def test_tables_rows_and_columns_are_inserted() -> None:
     """The heading, the rule and a row of each arm of the demo; columns from 1."""
     page = (ROOT / "results/demo/demo.md").read_text(encoding="utf-8")
-    assert table_of("results/demo/demo.md") == [line for line in page.splitlines() if line.startswith("|")]
+    assert table_of("results/demo/demo.md") == [
+        line for line in page.splitlines() if line.startswith("|")
+    ]
     head, rule, *rows = table_of("results/demo/demo.md needle columns 2-4")
     assert (head, rule) == ("| method | n | score |", "|---|---:|---:|")
     assert [row.split("|")[1].strip() for row in rows][:2] == ["baseline", "lazy"]
@@ -112,13 +142,23 @@ def test_tables_rows_and_columns_are_inserted() -> None:
 
 def test_pages_are_short_and_say_whom_they_are_for() -> None:
     lines = {name_of(page): page.read_text(encoding="utf-8").splitlines() for page in PAGES}
-    assert {name: len(page) for name, page in lines.items() if len(page) > (110 if name == "README.md" else 150)} == {}
-    assert [name for name, page in lines.items() if name != "README.md" and not page[2].startswith("For ")] == []
+    assert {
+        name: len(page)
+        for name, page in lines.items()
+        if len(page) > (110 if name == "README.md" else 150)
+    } == {}
+    assert [
+        name
+        for name, page in lines.items()
+        if name != "README.md" and not page[2].startswith("For ")
+    ] == []
 
 
 def test_memory_of_models_is_that_of_a_plan() -> None:
     page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\S+)` \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\S+)` \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE
+    )
     assert rows
     for name, prompt_tokens, weights, mean, most in rows:
         cut = {"llama2": 3500, "xgen": 7500}.get(name, 84_221)
@@ -152,7 +192,9 @@ def test_commands_exist(page: Path) -> None:
         for command in re.findall(r"\blazyllm-bench ([a-z][\w-]*)", line):
             assert command in COMMANDS, line
         for target in re.findall(r"^make ([a-z-]+)", line):
-            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), line
+            assert re.search(
+                rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+            ), line
 
 
 @pytest.mark.parametrize(("ttft_s", "code"), [(0.1, 0), (0.39, 1)])
@@ -162,7 +204,9 @@ def test_gate_passes_what_is_fast_enough(
     """The baseline takes 0.4 s: four times as long, or hardly longer."""
     blocks = _FENCE.findall((ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
     (gate,) = [block for language, block in blocks if language == "python"]
-    write_run(tmp_path / "runs" / "one", [visit(number, score=1.0, ttft_s=ttft_s) for number in range(6)])
+    write_run(
+        tmp_path / "runs" / "one", [visit(number, score=1.0, ttft_s=ttft_s) for number in range(6)]
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         exec(gate, {})
@@ -171,22 +215,31 @@ def test_gate_passes_what_is_fast_enough(
 
 def test_columns_exist() -> None:
     tables = re.findall(
-        r"^\| column \|.*\n\|[-|]+\n((?:\|.*\n)+)", (ROOT / "docs/results.md").read_text(encoding="utf-8"), re.M
+        r"^\| column \|.*\n\|[-|]+\n((?:\|.*\n)+)",
+        (ROOT / "docs/results.md").read_text(encoding="utf-8"),
+        re.M,
     )
     named = {
-        name for table in tables for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
+        name
+        for table in tables
+        for row in table.splitlines()
+        for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }
     assert named
     assert named - set(COLUMNS) - set(Answer.model_fields) == set()
 
 
 def run_lines() -> list[tuple[str, str]]:
-    found = [(page, line) for page in WRITTEN for line in commands(page.read_text(encoding="utf-8"))]
+    found = [
+        (page, line) for page in WRITTEN for line in commands(page.read_text(encoding="utf-8"))
+    ]
     return [(name_of(page), line) for page, line in found if run_arguments(line)]
 
 
 @pytest.mark.parametrize(("page", "line"), run_lines(), ids=lambda value: value[:60])
-def test_settings_of_commands_exist(page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_commands_exist(
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in re.findall(
         r"`(\w+\.py)`:\n\n```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S
@@ -208,11 +261,25 @@ def test_an_unknown_setting_is_seen() -> None:
 @pytest.mark.slow
 def test_site_builds_with_search_and_reference() -> None:
     subprocess.run(["make", "pages"], cwd=ROOT, check=True, timeout=60)
-    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "--config-file", "mkdocs.yml"]
+    command = [
+        sys.executable,
+        "-m",
+        "zensical",
+        "build",
+        "--strict",
+        "--clean",
+        "--config-file",
+        "mkdocs.yml",
+    ]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     built = ROOT / "build" / "site"
     assert "first token" in (built / "index.html").read_text(encoding="utf-8")
     reference = (built / "docs" / "api" / "index.html").read_text(encoding="utf-8")
-    for name in ("lazyllm.generate", "lazyllm.methods.Method", "lazyllm.methods.Prune", "eval.benchmarks.suite.Suite"):
+    for name in (
+        "lazyllm.generate",
+        "lazyllm.methods.Method",
+        "lazyllm.methods.Prune",
+        "eval.benchmarks.suite.Suite",
+    ):
         assert f'id="{name}"' in reference
     assert "docs/methods" in (built / "search.json").read_text(encoding="utf-8")

@@ -1,4 +1,6 @@
-"""docs/questions.md: what is computed by hand there, and its table of schedules, recomputed by arithmetic alone."""
+"""docs/questions.md: what is computed by hand there, and its table of schedules, recomputed by
+arithmetic alone.
+"""
 
 import csv
 import re
@@ -9,14 +11,19 @@ import pytest
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
-LAYERS, WIDTH, PROMPT, BYTES = 32, 4096, 3500, 2  # Llama 2 7B in 16 bits, as many key heads as heads
+# Llama 2 7B in 16 bits, as many key heads as heads
+LAYERS, WIDTH, PROMPT, BYTES = (32, 4096, 3500, 2)
 PERCENTILE = re.findall(r"^\| (.+?) \| `(.+)` \| (.+) \|$", PAGE, re.MULTILINE)
-SHIPPED = re.findall(r"^\| (?:baseline|LazyLLM, .*?|static pruning, .*?) \| (.*) \|$", PAGE, re.MULTILINE)
+SHIPPED = re.findall(
+    r"^\| (?:baseline|LazyLLM, .*?|static pruning, .*?) \| (.*) \|$", PAGE, re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("cells", [row.split(" | ") for row in SHIPPED if row.count(" | ") == 4])
 def test_bytes_that_a_prefill_server_ships(cells: list[str]) -> None:
-    """Layer by layer: the tokens that it runs; in the end, those that wait. Static pruning clears the first layers."""
+    """Layer by layer: the tokens that it runs; in the end, those that wait. Static pruning
+    clears the first layers.
+    """
     cuts, *numbers = cells
     layers, _, keep = cuts.partition(": ")
     after = {int(layer) for layer in layers.split(", ") if layer != "-"}
@@ -48,28 +55,48 @@ def test_four_ways_to_ship_are_compared() -> None:
         ("5.0 % here", 30, 576, 192),
     ],
 )
-def test_the_aux_cache_is_at_most_this_share_of_the_kv_cache(share: str, layers: int, width: int, keys: int) -> None:
+def test_the_aux_cache_is_at_most_this_share_of_the_kv_cache(
+    share: str, layers: int, width: int, keys: int
+) -> None:
     assert share in PAGE
-    assert float(share.partition(" ")[0]) == pytest.approx(100 * width / (2 * layers * keys), abs=0.051)
+    assert float(share.partition(" ")[0]) == pytest.approx(
+        100 * width / (2 * layers * keys), abs=0.051
+    )
 
 
 def rows_of(schedule: str) -> dict[str, dict[str, str]]:
     """{dataset: numbers} of a schedule in results/smollm2/percentile.csv."""
-    with (ROOT / "results" / "smollm2" / "percentile.csv").open(encoding="utf-8", newline="") as opened:
-        return {row["dataset"]: row for row in csv.DictReader(opened) if row["arm"] == schedule.replace(" ", "_")}
+    with (ROOT / "results" / "smollm2" / "percentile.csv").open(
+        encoding="utf-8", newline=""
+    ) as opened:
+        return {
+            row["dataset"]: row
+            for row in csv.DictReader(opened)
+            if row["arm"] == schedule.replace(" ", "_")
+        }
 
 
 @pytest.mark.parametrize(("name", "schedule", "cells"), PERCENTILE)
-def test_schedules_of_one_speed_are_beside_equal_ratios(name: str, schedule: str, cells: str) -> None:
+def test_schedules_of_one_speed_are_beside_equal_ratios(
+    name: str, schedule: str, cells: str
+) -> None:
     stored, *ratios = cells.split(" | ")
     rows, equal = rows_of(name), rows_of("uniform")
     assert len(rows) == len(equal) == int(re.findall(r"as many bytes: (\d+) rows", PAGE)[0])
-    assert all(rows[dataset]["prompt_sha256"] == equal[dataset]["prompt_sha256"] for dataset in equal)
+    assert all(
+        rows[dataset]["prompt_sha256"] == equal[dataset]["prompt_sha256"] for dataset in equal
+    )
     speedups = [float(row["ideal_speedup"]) for row in rows.values()]
-    assert sum(speedups) / len(rows) == pytest.approx(1.25 if name == "static pruning" else 2, rel=0.02)
-    assert float(stored) == pytest.approx(sum(float(row["stored"]) for row in rows.values()) / len(rows), abs=0.006)
+    assert sum(speedups) / len(rows) == pytest.approx(
+        1.25 if name == "static pruning" else 2, rel=0.02
+    )
+    assert float(stored) == pytest.approx(
+        sum(float(row["stored"]) for row in rows.values()) / len(rows), abs=0.006
+    )
     for column, ratio in zip(("kl", "answer_kl", "gold_kl"), ratios, strict=True):
         mean, *ends = map(float, re.findall(r"[\d.]+", ratio))
-        logs = [log(float(rows[dataset][column]) / float(equal[dataset][column])) for dataset in equal]
+        logs = [
+            log(float(rows[dataset][column]) / float(equal[dataset][column])) for dataset in equal
+        ]
         assert mean == pytest.approx(exp(sum(logs) / len(rows)), abs=0.006)
         assert sorted([mean, *ends]) == [ends[0], mean, ends[1]] if ends else name == "uniform"

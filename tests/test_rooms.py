@@ -1,4 +1,5 @@
-"""Structure: each room imports only rooms below it, no modules import each other in a circle, and few need torch.
+"""Structure: each room imports only rooms below it, no modules import each other in a circle, and
+few need torch.
 
 Read from the code by `ast`, imports inside functions and for type checkers alone included.
 """
@@ -13,7 +14,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-# From the ground up: a room imports rooms of lower floors only. On the roof: the command line, `eval.cli`
+# From the ground up: a room imports rooms of lower floors only. On the roof: the command line,
+# `eval.cli`
 FLOORS = [
     ["lazyllm.errors", "eval.settings"],
     ["lazyllm.files", "lazyllm.machine", "lazyllm.presets"],
@@ -33,8 +35,17 @@ FLOORS = [
     ["eval.cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-# Rooms of settings, records and tables: no import of theirs leads to torch, unless a function makes it
-LIGHT = ["eval.arms", "eval.benchmarks", "eval.compose", "eval.config", "eval.settings", "eval.store", "eval.analysis"]
+# Rooms of settings, records and tables: no import of theirs leads to torch, unless a function makes
+# it
+LIGHT = [
+    "eval.arms",
+    "eval.benchmarks",
+    "eval.compose",
+    "eval.config",
+    "eval.settings",
+    "eval.store",
+    "eval.analysis",
+]
 
 
 @cache
@@ -64,7 +75,9 @@ def imports(module: str) -> set[str]:
 
 
 class _AtRunTime(ast.NodeTransformer):
-    """Leaves out what only type checkers read: a type may come from a module that imports this one."""
+    """Leaves out what only type checkers read: a type may come from a module that imports this
+    one.
+    """
 
     def visit_If(self, node: ast.If) -> ast.If | None:
         return None if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else node
@@ -74,8 +87,14 @@ def imported_in(tree: ast.Module) -> set[str]:
     """The modules of both packages that some code imports, by a statement or by `import_module`."""
     nodes = [*ast.walk(tree)]
     names = {name for node in nodes for name in named_by(node)}
-    if "importlib.import_module" in names or "importlib" in names:  # each text that names a module may be its argument
-        names |= {str(node.value) for node in nodes if isinstance(node, ast.Constant) and node.value in modules()}
+    if (
+        "importlib.import_module" in names or "importlib" in names
+    ):  # each text that names a module may be its argument
+        names |= {
+            str(node.value)
+            for node in nodes
+            if isinstance(node, ast.Constant) and node.value in modules()
+        }
     return {module for name in names if (module := ours(name))}
 
 
@@ -97,7 +116,9 @@ def ours(name: str) -> str:
 
 @cache
 def needed(module: str) -> frozenset[str]:
-    """The dotted names that importing a module imports, without those in functions and for type checkers."""
+    """The dotted names that importing a module imports, without those in functions and for type
+    checkers.
+    """
     found = set[str]()
     waiting: list[ast.AST] = [tree_of(module)]
     while waiting:
@@ -105,7 +126,9 @@ def needed(module: str) -> frozenset[str]:
         found.update(named_by(node))
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             continue
-        waiting += [] if isinstance(node, ast.FunctionDef | ast.Lambda) else ast.iter_child_nodes(node)
+        waiting += (
+            [] if isinstance(node, ast.FunctionDef | ast.Lambda) else ast.iter_child_nodes(node)
+        )
     return frozenset({*found, module.rpartition(".")[0]})  # a module's package is imported first
 
 
@@ -113,7 +136,9 @@ def test_each_room_imports_only_rooms_below_it() -> None:
     arrows = [(module, other) for module in modules() for other in imports(module)]
     rooms = [(module, other, room_of(module), room_of(other)) for module, other in arrows]
     assert len(rooms) > 500
-    assert not [arrow for *arrow, room, below in rooms if room != below and FLOOR[room] <= FLOOR[below]]
+    assert not [
+        arrow for *arrow, room, below in rooms if room != below and FLOOR[room] <= FLOOR[below]
+    ]
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -150,7 +175,9 @@ def test_settings_records_and_tables_need_no_torch(room: str) -> None:
     while waiting:
         module = waiting.pop()
         for name in needed(module):
-            assert name.partition(".")[0] not in ("torch", "transformers"), f"{reached[module]} -> {module} -> {name}"
+            assert name.partition(".")[0] not in ("torch", "transformers"), (
+                f"{reached[module]} -> {module} -> {name}"
+            )
             if (known := ours(name)) and known not in reached:
                 reached[known] = f"{reached[module]} -> {module}"
                 waiting.append(known)

@@ -24,7 +24,9 @@ SHORT = ("max_new_tokens=2", "warmup=0", "out=run")
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def _in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO")
 
@@ -33,9 +35,13 @@ def visits_of() -> list[Visit]:
     return read_visits(Path("run"))
 
 
-def test_run_measures_all_sixteen_datasets_of_real_rows(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_measures_all_sixteen_datasets_of_real_rows(
+    shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     short = ("limit=1", "max_new_tokens=3", "model.max_prompt_tokens=300", "warmup=0")
-    measured(checked("dataset=all", f"data.dir={shared / 'longbench'}", "out=run", *short), show=True)
+    measured(
+        checked("dataset=all", f"data.dir={shared / 'longbench'}", "out=run", *short), show=True
+    )
     assert [path.name for path in Path().iterdir()] == ["run"]  # nothing is written elsewhere
     visits = visits_of()
     names = [dataset.name for dataset in CHOICES["all"]]
@@ -50,20 +56,29 @@ def test_run_measures_all_sixteen_datasets_of_real_rows(shared: Path, capsys: py
     shown = capsys.readouterr().out
     assert all(name in shown for name in names)
     summary = json.loads(Path("run/summary.json").read_text())
-    assert [row["name"] for row in summary["rows"] if row["kind"] == "dataset" and row["method"] == "baseline"] == names
+    assert [
+        row["name"]
+        for row in summary["rows"]
+        if row["kind"] == "dataset" and row["method"] == "baseline"
+    ] == names
     assert summary["provenance"]["versions"]["torch"]
     for suffix in ("csv", "md"):
-        assert Path(f"run/summary.{suffix}").read_text().count("hotpotqa") == 2  # a row for each arm
+        # a row for each arm
+        assert Path(f"run/summary.{suffix}").read_text().count("hotpotqa") == 2
 
 
-def test_sweep_refuses_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_refuses_a_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "runs").write_text("a file, where the folder should be")
     assert main(["run", "-m", "method=lazy,baseline", "limit=1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: runs: cannot be written (runs): ")
 
 
-def test_bad_rows_stop_a_run_or_are_counted(tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_rows_stop_a_run_or_are_counted(
+    tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     data = tmp_path / "data"
     (data / "config").mkdir(parents=True)
     for name in ("dataset2prompt.json", "dataset2maxlen.json"):
@@ -98,17 +113,26 @@ def test_demo_compares_the_methods_of_the_paper(capsys: pytest.CaptureFixture[st
 
 def per_layer(group_layers: list[int], counts: list[int]) -> list[int]:
     """The number of each layer, of numbers of groups of layers."""
-    return [count for layers, count in zip(group_layers, counts, strict=True) for _ in range(layers)]
+    return [
+        count for layers, count in zip(group_layers, counts, strict=True) for _ in range(layers)
+    ]
 
 
 def test_solved_speedups_depend_on_the_task_and_are_stored() -> None:
     measured(
         checked(
-            "method=lazy", "method.speedup=table1", "dataset=[lookup,retrieve]", "limit=1", "baseline=false", *SHORT
+            "method=lazy",
+            "method.speedup=table1",
+            "dataset=[lookup,retrieve]",
+            "limit=1",
+            "baseline=false",
+            *SHORT,
         )
     )
     parameters = read_about(Path("run/run.json"))["identity"]["arms"]["lazy"]["parameters"]
-    for visit in visits_of():  # the tokens that entered each layer are those of the dataset's own schedule
+    for (
+        visit
+    ) in visits_of():  # the tokens that entered each layer are those of the dataset's own schedule
         method, answer = Lazy(parameters[visit.dataset]["schedule"]), visit.answers["lazy"]
         assert per_layer(answer.group_layers, answer.computed[0]) == method.tokens_per_layer(
             Depth(8), visit.prompt_tokens

@@ -1,4 +1,6 @@
-"""The real model that `make setup` installs: its baseline beside plain transformers, and the methods' invariants."""
+"""The real model that `make setup` installs: its baseline beside plain transformers, and the
+methods' invariants.
+"""
 
 import copy
 import json
@@ -23,8 +25,8 @@ ROWS = SHARED / "minilongbench"
 LIMIT, NEW_TOKENS = 600, 8
 UNWRAPPED = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}  # of pred.py
 BEFORE = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\n"
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+    "Face<|im_end|>\n<|im_start|>user\n"
 )
 AFTER = "<|im_end|>\n<|im_start|>assistant\n"
 
@@ -56,21 +58,30 @@ def prompt_ids(dataset: str) -> list[int]:
     ids = tokenizer(text).input_ids
     if len(ids) > LIMIT:
         text = "".join(
-            tokenizer.decode(half, skip_special_tokens=True) for half in (ids[: LIMIT // 2], ids[-LIMIT // 2 :])
+            tokenizer.decode(half, skip_special_tokens=True)
+            for half in (ids[: LIMIT // 2], ids[-LIMIT // 2 :])
         )
     return tokenizer(text if dataset in UNWRAPPED else f"{BEFORE}{text}{AFTER}").input_ids
 
 
 def check_row(dataset: str) -> None:
     model, _ = plain()
-    arguments = ["model=smollm2", "model.device=cpu", f"model.max_prompt_tokens={LIMIT}", f"data.dir={ROWS}", "limit=1"]
+    arguments = [
+        "model=smollm2",
+        "model.device=cpu",
+        f"model.max_prompt_tokens={LIMIT}",
+        f"data.dir={ROWS}",
+        "limit=1",
+    ]
     (prompt,) = prepared(*arguments, f"dataset={dataset}", "method=lazy").prompts
     ids = prompt_ids(dataset)
     assert list(prompt.token_ids) == ids
     with torch.no_grad():
         asked = dict(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=list(prompt.end_ids))
         tokens = model.generate(torch.tensor([ids]), **asked)[0, len(ids) :].tolist()
-    out = lazyllm.generate(ours()[0], prompt.token_ids, lazyllm.methods.Baseline(), NEW_TOKENS, prompt.end_ids)
+    out = lazyllm.generate(
+        ours()[0], prompt.token_ids, lazyllm.methods.Baseline(), NEW_TOKENS, prompt.end_ids
+    )
     assert list(out.token_ids) == tokens
 
 
@@ -93,11 +104,16 @@ def test_it_answers_a_question() -> None:
     model, tokenizer = ours()
     ids = tokenizer(f"{BEFORE}What is the capital of France?{AFTER}").input_ids
     out = lazyllm.generate(model, ids, lazyllm.methods.Baseline(), 20)
-    assert tokenizer.decode(out.token_ids, skip_special_tokens=True) == "The capital of France is Paris."
+    assert (
+        tokenizer.decode(out.token_ids, skip_special_tokens=True)
+        == "The capital of France is Paris."
+    )
 
 
 @pytest.mark.parametrize(
-    "method", [lazyllm.methods.Lazy({9: 0.5, 19: 0.5}), lazyllm.methods.StaticPruning(9, 0.5)], ids=repr
+    "method",
+    [lazyllm.methods.Lazy({9: 0.5, 19: 0.5}), lazyllm.methods.StaticPruning(9, 0.5)],
+    ids=repr,
 )
 def test_methods_keep_their_invariants_on_it(method: Any) -> None:
     model, tokenizer = ours()
@@ -108,8 +124,12 @@ def test_methods_keep_their_invariants_on_it(method: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_every_method_answers_on_its_weights_as_a_folder_in_every_dtype(dtype: str, tmp_path: Path) -> None:
-    """As the hub has them, in bfloat16: the first tokens of the vocabulary have outlier activations there."""
+def test_every_method_answers_on_its_weights_as_a_folder_in_every_dtype(
+    dtype: str, tmp_path: Path
+) -> None:
+    """As the hub has them, in bfloat16: the first tokens of the vocabulary have outlier
+    activations there.
+    """
     own, tokenizer = plain()
     theirs = copy.deepcopy(own).to(getattr(torch, dtype)).eval()
     theirs.hf_quantizer = None  # of GGUF files: the weights are plain numbers, which may be saved

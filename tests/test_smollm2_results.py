@@ -31,9 +31,8 @@ METHODS = {
     "random_drop": "random token drop", "static_pruning": "static pruning", "lazy": "lazyllm",
     "prompt_compression": "prompt compression",
 }  # fmt: skip
-Row = dict[
-    str, Any
-]  # an arm's answer to an example, and under "baseline" the baseline's of the same visit
+# an arm's answer to an example, and under "baseline" the baseline's of the same visit
+Row = dict[str, Any]
 Number = Callable[[list[Row]], float]  # of a setting's rows
 
 

@@ -1,7 +1,8 @@
-"""All methods on a virtual GPU: devices never mix, waits are as documented, attention runs on fused backends.
+"""All methods on a virtual GPU: devices never mix, waits are as documented, attention runs on fused
+backends.
 
-What a real GPU alone can show (rounding, the kernels' own errors, times) is in `tests/test_cuda.py` and
-`experiment=speed`.
+What a real GPU alone can show (rounding, the kernels' own errors, times) is in `tests/test_cuda.py`
+and `experiment=speed`.
 """
 
 import json
@@ -22,7 +23,8 @@ LAYERS = 4
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not TOOL.is_file(), reason=f"the stand-in for a GPU is not here: {TOOL.name} beside the repository"
+        not TOOL.is_file(),
+        reason=f"the stand-in for a GPU is not here: {TOOL.name} beside the repository",
     ),
 ]
 
@@ -54,22 +56,35 @@ def test_commands_run_on_the_card() -> None:
 
 def documented() -> dict[str, list[str]]:
     """{method: its cells} of the table in docs/exactness.md."""
-    text = (ROOT / "docs" / "exactness.md").read_text(encoding="utf-8").split("## Waits on a GPU")[1].split("##")[0]
+    text = (
+        (ROOT / "docs" / "exactness.md")
+        .read_text(encoding="utf-8")
+        .split("## Waits on a GPU")[1]
+        .split("##")[0]
+    )
     rows: dict[str, list[str]] = {}
     for line in re.findall(r"^\| (`.*) \|$", text, re.MULTILINE):
         names, *cells = line.split(" | ")
         for name in names.split(", "):
-            rows[name.replace("`", "").replace(" with revive=false", ", without revival").replace(" with", ",")] = cells
+            rows[
+                name.replace("`", "")
+                .replace(" with revive=false", ", without revival")
+                .replace(" with", ",")
+            ] = cells
     return rows
 
 
 def waits_and_most(name: str, found: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """The most waits in `found`, and the most that the table allows: before the prefill, in it, and in a step."""
+    """The most waits in `found`, and the most that the table allows: before the prefill, in it,
+    and in a step.
+    """
     rows, boundaries = documented(), LISTED[name].asks
     cells = rows.get(name) or rows[name.split(",")[0]]
     for cell, prefix in zip(cells, ("start", "prefill", "step"), strict=True):
         number, _, unit = cell.partition(" a ")
-        counts = [sum(part["waits"].values()) for label, part in found.items() if label.startswith(prefix)]
+        counts = [
+            sum(part["waits"].values()) for label, part in found.items() if label.startswith(prefix)
+        ]
         yield max(counts), int(number) * {"": 1, "boundary": boundaries, "layer": LAYERS}[unit]
 
 
@@ -93,12 +108,19 @@ def test_attention_runs_on_fused_backends_and_cudnn_in_prefills_only() -> None:
 
 
 def test_few_queries_over_many_keys_run_in_chunks_without_another_wait() -> None:
-    """At "lazyllm.engine.kernels.CHUNK_KEYS" = 4: the answers of the CPU, by the kernel for masks alone."""
+    """At "lazyllm.engine.kernels.CHUNK_KEYS" = 4: the answers of the CPU, by the kernel for
+    masks alone.
+    """
     for name, found in seen()["chunks"].items():
         assert not isinstance(found, str), f"{name}: {found}"
         for waits, most in waits_and_most(name.split(": ")[1], found):
             assert waits <= most
-        calls = [call for label, part in found.items() if label.startswith("step") for call in part["attention"]]
+        calls = [
+            call
+            for label, part in found.items()
+            if label.startswith("step")
+            for call in part["attention"]
+        ]
         assert {call.split()[1] for call in calls} <= {"flash", "efficient"}
         assert ("efficient efficient mask, chunks" in calls) == ("revival" not in name)
 
@@ -112,7 +134,9 @@ def test_scores_of_16_bits_use_tensor_cores_and_others_do_not() -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mistakes_are_found(mutation: str) -> None:
-    baseline, lazy = (seen()["mutations"][mutation][f"llama, bfloat16: {name}"] for name in ("baseline", "lazy"))
+    baseline, lazy = (
+        seen()["mutations"][mutation][f"llama, bfloat16: {name}"] for name in ("baseline", "lazy")
+    )
     if mutation == "wrong_device":
         assert "same device" in baseline
         assert "same device" in lazy

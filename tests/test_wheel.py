@@ -1,4 +1,6 @@
-"""A new user's installation: the wheel alone, and the README's example run outside the repository."""
+"""A new user's installation: the wheel alone, and the README's example run outside the
+repository.
+"""
 
 import os
 import re
@@ -38,7 +40,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     for name in (*PACKAGES, "conf"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     pip("wheel", "--no-build-isolation", "--wheel-dir", str(folder / "dist"), str(folder))
     (built,) = (folder / "dist").glob("*.whl")
     return built
@@ -52,19 +56,22 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_as_a_new_user(installed: Path, folder: Path, script: str, typed: str = "") -> str:
-    """The output of `script`, run in `folder` with the installed wheel and other packages, without the repository.
+    """The output of `script`, run in `folder` with the installed wheel and other packages, without
+    the repository.
 
     typed: its standard input.
 
-    -I -S: no environment variables, no folder of the script, no .pth files, so no editable install either.
+    -I -S: no environment variables, no folder of the script, no .pth files, so no editable install
+    either.
     """
     paths = [str(installed), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     file = folder / "example.py"
     file.write_text(script)
     start = (
-        f"import sys, runpy; sys.path[:0] = {paths!r}; runpy.run_path({str(file)!r}, run_name='__main__'); "
-        f"import lazyllm; assert lazyllm.__file__.startswith({str(installed)!r}), lazyllm.__file__; "
-        f"assert not [path for path in sys.path if path.startswith({str(ROOT)!r}) and 'site-packages' not in path]"
+        f"import sys, runpy; sys.path[:0] = {paths!r}; runpy.run_path({str(file)!r}, "
+        "run_name='__main__'); import lazyllm; assert "
+        f"lazyllm.__file__.startswith({str(installed)!r}), lazyllm.__file__; assert not [path for "
+        f"path in sys.path if path.startswith({str(ROOT)!r}) and 'site-packages' not in path]"
     )
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", start],
@@ -72,7 +79,12 @@ def run_as_a_new_user(installed: Path, folder: Path, script: str, typed: str = "
         input=typed,
         capture_output=True,
         text=True,
-        env={"PATH": os.defpath, "HOME": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        env={
+            "PATH": os.defpath,
+            "HOME": str(folder),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
     )
     assert done.returncode == 0, done.stderr
     file.unlink()
@@ -96,7 +108,9 @@ def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
 
 def example_of_the_docs(part: str) -> str:
     """The first example in docs/library.md that holds this part."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), flags=re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), flags=re.DOTALL
+    )
     return next(block for block in blocks if part in block)
 
 
@@ -110,10 +124,17 @@ def test_chat_of_the_docs_answers_about_its_file(installed: Path, tmp_path: Path
         PRESETS["smollm2"].find()
     except UserError as error:
         pytest.skip(f"model=smollm2: {error}")
-    facts = "The committee met in Lisbon. It talked about the harbour, built in 1907. The next meeting is in Oslo. "
-    (tmp_path / "report.txt").write_text(facts + "The old house was quiet, and the garden was full of flowers. " * 20)
+    facts = (
+        "The committee met in Lisbon. It talked about the harbour, built in 1907. The next meeting "
+        "is in Oslo. "
+    )
+    (tmp_path / "report.txt").write_text(
+        facts + "The old house was quiet, and the garden was full of flowers. " * 20
+    )
     typed = "In which city is the next meeting?\nWhen was the harbour built?\n\n"
-    first, second = run_as_a_new_user(installed, tmp_path, example_of_the_docs("TextStreamer"), typed).split("> ")[1:3]
+    first, second = run_as_a_new_user(
+        installed, tmp_path, example_of_the_docs("TextStreamer"), typed
+    ).split("> ")[1:3]
     assert "Oslo" in first
     assert "1907" in second
 

@@ -132,7 +132,7 @@ def _measured(results: Results, methods: Collection[str]) -> list[dict[str, Any]
     for row in means[is_asked & is_shown.astype(bool)].to_dict("records"):
         task = (row["task"], row["suite"])
         names = [name for name, of in DATASETS.items() if (of.task, of.suite) == task]
-        if row["paper_model"] not in PAPER_MODELS or not SUITES[row["suite"]].in_paper:
+        if row["paper_model"] not in PAPER_MODELS or SUITES[row["suite"]].published is None:
             row["paper_model"] = None
         # a task has one target, so all its datasets have the same parameters
         places = ((row["model"], row["method"], row["settings"], name) for name in names)

@@ -390,7 +390,7 @@ def model_name(row: Mapping[Any, Any], results: Results) -> str:
     """The model's name, with its suite unless that is LongBench, and with a note if its weights
     were random.
     """
-    notes = [row["suite"]] if not SUITES[row["suite"]].in_paper else []
+    notes = [row["suite"]] if SUITES[row["suite"]].published is None else []
     notes += ["random weights"] if row["model"] in random_models(results) else []
     return f"{row['model']} ({', '.join(notes)})" if notes else row["model"]
 

@@ -4,29 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from eval.benchmarks import SUITES
 from eval.benchmarks.own import TASK, OwnDataset, described, own_dataset, own_suite
-from eval.benchmarks.suite import DATASETS as DATASETS
-from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite, register
+from eval.benchmarks.suite import (
+    DATASETS,
+    SUITES,
+    Dataset,
+    DataSettings,
+    LoadedDataset,
+    Suite,
+    register,
+)
 from lazyllm.errors import UserError, nearest
 
 DESCRIPTIONS = Path(__file__).parents[1] / "conf" / "datasets"  # files that describe datasets
 
-# In the order of tables
-TASKS: tuple[str, ...] = tuple(dict.fromkeys((*(each.task for each in DATASETS.values()), TASK)))
-# {task: its datasets, of the first suite that has it}
-_TASK: dict[str, tuple[Dataset, ...]] = {}
-for _suite in SUITES.values():
-    for _task in _suite.all_tasks:
-        _TASK.setdefault(_task, tuple(dataset for dataset in _suite.datasets if dataset.task == _task))
-# {name in settings: its datasets}: names of suites, tasks and datasets
-CHOICES: dict[str, tuple[Dataset, ...]] = {suite.whole: suite.datasets for suite in SUITES.values()}
-CHOICES |= {**_TASK, **{name: (dataset,) for name, dataset in DATASETS.items()}}
+for _module in iter_modules([str(Path(__file__).parent)]):
+    import_module(f"eval.benchmarks.{_module.name}")  # a suite registers itself
+_found = sorted(SUITES.values(), key=lambda suite: suite.published is None)
+SUITES.clear()
+DATASETS.clear()
+for _suite in _found:  # in the order of tables: the paper's suite, then by the modules' names
+    register(_suite)
+
+TASKS: tuple[str, ...] = tuple(dict.fromkeys([each.task for each in DATASETS.values()] + [TASK]))
+
+
+def _choices() -> dict[str, tuple[Dataset, ...]]:
+    """{name in settings: its datasets}, of suites, of tasks (the first suite's) and of datasets."""
+    tasks: dict[str, tuple[Dataset, ...]] = {}
+    for suite in SUITES.values():
+        for task in suite.all_tasks:
+            tasks.setdefault(task, tuple(each for each in suite.datasets if each.task == task))
+    suites = {suite.whole: suite.datasets for suite in SUITES.values()}
+    return suites | tasks | {name: (dataset,) for name, dataset in DATASETS.items()}
+
+
+CHOICES = _choices()
 _TAKEN = frozenset({*CHOICES, *SUITES})  # names that no dataset or suite of a user may have
 
 Descriptions = dict[str, dict[str, Any]]  # {name of a dataset: what describes it}
@@ -34,16 +54,16 @@ Descriptions = dict[str, dict[str, Any]]  # {name of a dataset: what describes i
 
 @cache
 def shipped_descriptions() -> dict[str, Descriptions]:
-    """{name: descriptions} of the files in conf/dataset, and of each dataset of those that describe several."""
+    """Return {name: descriptions} of the files in conf/datasets and of each dataset in them."""
     files = {file.stem: described(file) for file in sorted(DESCRIPTIONS.glob("*.yaml"))}
-    several = [content for content in files.values() if len(content) > 1]
-    return {name: {name: one} for content in several for name, one in content.items()} | files
+    datasets = {name: {name: about} for file in files.values() for name, about in file.items()}
+    return datasets | files
 
 
 def describe(names: Iterable[str], length: int) -> Descriptions:
-    """The descriptions that these names of settings stand for; empty if they name none.
+    """Return the descriptions that these names of settings stand for; none if they name none.
 
-    length: what `${data.length}` stands for in them. Raises UserError for a file that cannot be read.
+    length: what `${data.length}` stands for in them. Raises UserError for an unreadable file.
     """
     found = Descriptions()
     for name in names:
@@ -51,7 +71,8 @@ def describe(names: Iterable[str], length: int) -> Descriptions:
             found |= described(Path(name))
         else:
             found |= shipped_descriptions().get(name, {})
-    whole: Any = OmegaConf.to_container(OmegaConf.create({**found, "data": {"length": length}}), resolve=True)
+    config = OmegaConf.create({**found, "data": {"length": length}})
+    whole: Any = OmegaConf.to_container(config, resolve=True)
     return {name: whole[name] for name in found}
 
 
@@ -62,8 +83,9 @@ def reads_length(names: Iterable[str]) -> bool:
 
 
 def default_suite(model: str) -> Suite:
-    """The suite of a run without `dataset`: the one that the model was made for, else the first, LongBench."""
-    return next((suite for suite in SUITES.values() if model in suite.models), next(iter(SUITES.values())))
+    """Return the suite of a run without `dataset`: that made for the model, else LongBench."""
+    suites = [*SUITES.values()]
+    return next((suite for suite in suites if model in suite.models), suites[0])
 
 
 def add_own(descriptions: Mapping[str, Any]) -> tuple[OwnDataset, ...]:
@@ -71,31 +93,33 @@ def add_own(descriptions: Mapping[str, Any]) -> tuple[OwnDataset, ...]:
 
     Raises UserError for a bad description, or a name that is taken.
     """
-    own = tuple(own_dataset(name, value) for name, value in descriptions.items())
+    datasets = tuple(own_dataset(name, value) for name, value in descriptions.items())
     suites: dict[str, list[OwnDataset]] = {}
-    for each in own:
-        for name in (each.name, each.suite):
+    for dataset in datasets:
+        for name in (dataset.name, dataset.suite):
             if name in _TAKEN:
-                raise UserError(
-                    f"dataset.{each.name}: a dataset, task or suite of this package is named {name!r}; give another"
-                )
-        suites.setdefault(each.suite, []).append(each)
-    for name, datasets in suites.items():
-        register(own_suite(name, datasets))
-    return own
+                taken = f"a dataset, task or suite of this package is named {name!r}"
+                raise UserError(f"dataset.{dataset.name}: {taken}; give another")
+        suites.setdefault(dataset.suite, []).append(dataset)
+    for name, members in suites.items():
+        register(own_suite(name, members))
+    return datasets
 
 
 def choose(names: Sequence[str], model: str, length: int) -> tuple[Dataset, ...]:
-    """The datasets of a run, all of one suite, each once, in the order of their names; also those that lack rows.
+    """Return a run's datasets, all of one suite, each once, in the order of their names.
 
-    names: of `CHOICES`, of a description in conf/dataset, or files of descriptions; none for the model's default suite.
-    model: its name. The name of a task means the datasets of its default suite. length: as of `describe`.
-    Raises UserError for an unknown name (with the closest known ones), or several suites.
+    names: of `CHOICES`, of a description in conf/datasets, or files of descriptions; none for the
+        model's default suite. The name of a task means the datasets of that suite.
+    model: its name. length: as of `describe`.
+    Datasets without rows are among them. Raises UserError for an unknown name (with the closest
+        known ones), or several suites.
     """
     own = describe(names, length)
     known = [name for name in names if name in CHOICES]
     if own and known:
-        raise UserError(f"dataset=[{','.join(names)}]: {known[0]} shares no table with your own rows: give one of both")
+        given = f"dataset=[{','.join(names)}]"
+        raise UserError(f"{given}: {known[0]} shares no table with your own rows: give one of both")
     datasets: Sequence[Dataset] = add_own(own)
     if not own:
         suite = default_suite(model)
@@ -103,7 +127,8 @@ def choose(names: Sequence[str], model: str, length: int) -> tuple[Dataset, ...]
         datasets = tuple(dict.fromkeys(wanted))
     suites = dict.fromkeys(each.suite for each in datasets)
     if len(suites) > 1:
-        raise UserError(f"datasets of several suites ({', '.join(suites)}) share no table: run them separately")
+        several = f"datasets of several suites ({', '.join(suites)})"
+        raise UserError(f"{several} share no table: run them separately")
     return tuple(datasets)
 
 
@@ -116,7 +141,7 @@ def _named(name: str, suite: Suite, model: str) -> Sequence[Dataset]:
     return CHOICES[name]
 
 
-@lru_cache(maxsize=64)  # a run's check and its plan share them, and so do the runs of a comparison or a sweep
+@lru_cache(maxsize=64)  # a run's check and its plan share them, and so do the runs of a sweep
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """A dataset's rows, template and answer length. Raises UserError as the suite's `load` does."""
     return SUITES[dataset.suite].load(dataset, settings)
@@ -125,5 +150,6 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 def format_value(value: Any) -> str:
     """A setting's value as shown, as in YAML's flow style."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {format_value(inner)}" for key, inner in value.items()) + "}"
+        pairs = (f"{key}: {format_value(inner)}" for key, inner in value.items())
+        return "{" + ", ".join(pairs) + "}"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,17 +1,20 @@
 """The official scorers of all suites, quirks included: an answer and its gold answers give 0 to 1.
 
-LongBench (`metrics.py` and `eval.py`, commit 2e00731): a metric takes one gold answer, and the best of a row's gold
-answers counts. ROUGE-L is that of the package `rouge` 1.0.1: summary-level, over unique words. Google's `rouge-score`
-differs from it by several points and is reported in addition. Code is compared by `fuzz.ratio` of the package
-`fuzzywuzzy`, always with difflib: python-Levenshtein, which it uses where it is installed, gives other numbers.
+LongBench (`metrics.py` and `eval.py`, commit 2e00731): a metric takes one gold answer, and the best
+of a row's gold answers counts. ROUGE-L is that of the package `rouge` 1.0.1: summary-level, over
+unique words. Google's `rouge-score` differs from it by several points and is reported in addition.
+Code is compared by `fuzz.ratio` of the package `fuzzywuzzy`, always with difflib:
+python-Levenshtein, which it uses where it is installed, gives other numbers.
 
 LongBench v2 (`pred.py`, same commit): whether the answer names the right letter.
 
-RULER (`scripts/eval/synthetic/constants.py` and `scripts/eval/evaluate.py`, commit c3f5e3b): gold answers contained.
+RULER (`scripts/eval/synthetic/constants.py` and `scripts/eval/evaluate.py`, commit c3f5e3b): gold
+answers contained.
 
-GraphWalks (the dataset's card): F1 of the nodes in the last line, `Final Answer: [a, b]`. Ours: blank lines at the end
-are passed over, and two faults of the card's code are not kept. It joins the words `Final Answer: [` to the first node,
-which then is never right, and gives 1 to an answer without any right node.
+GraphWalks (the dataset's card): F1 of the nodes in the last line, `Final Answer: [a, b]`. Ours:
+blank lines at the end are passed over, and two faults of the card's code are not kept. It joins the
+words `Final Answer: [` to the first node, which then is never right, and gives 1 to an answer
+without any right node.
 """
 
 import re
@@ -28,25 +31,27 @@ from typing import Any
 from eval.benchmarks.suite import Dataset
 from lazyllm.errors import UserError
 
-Metric = Callable[[str, Sequence[str], Sequence[str]], float]  # (answer, gold answers, class names) -> 0 to 1
+# (answer, gold answers, class names) -> 0 to 1
+Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _GOLD_PARAGRAPH = re.compile(r"Paragraph (\d+)")
 _FINAL_ANSWER = re.compile(r"Final Answer: ?\[(.*)\]")
 
-# The package `rouge` walks back through its LCS table by recursion, one call a step. In the official script, Python's
-# limit of 1000 nested calls allows N steps; a longer walk ends in an error that scores 0.
+# The package `rouge` walks back through its LCS table by recursion, one call a step. Python's limit
+# of 1000 nested calls allows the official script N steps; a longer walk ends in an error, a 0.
 _OFFICIAL_STEPS = 990
 
 
 def normalize_answer(text: str) -> str:
-    """SQuAD's normalisation: lower case, without ASCII punctuation and English articles, single spaces."""
+    """Normalise as SQuAD: lower case, no ASCII punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def f1(prediction: str, gold: str) -> float:
     """Token F1 after SQuAD's normalisation; 0 if no token is shared, also for two empty answers."""
-    predicted, wanted = normalize_answer(prediction).split(), normalize_answer(gold).split()
+    predicted = normalize_answer(prediction).split()
+    wanted = normalize_answer(gold).split()
     shared = sum((Counter(predicted) & Counter(wanted)).values())
     if shared == 0:
         return 0.0
@@ -57,8 +62,8 @@ def f1(prediction: str, gold: str) -> float:
 def rouge(prediction: str, gold: str) -> float:
     """ROUGE-L F of the package `rouge` 1.0.1: summary-level, over unique words.
 
-    0 if the package fails, as in the official scorer: for a text without a sentence, and for two sentences whose
-    comparison takes more than `_OFFICIAL_STEPS` steps.
+    0 if the package fails, as in the official scorer: for a text without a sentence, and for two
+    sentences whose comparison takes more than `_OFFICIAL_STEPS` steps.
     """
     answer, wanted = _sentences(prediction), _sentences(gold)
     if not answer or not wanted:
@@ -81,9 +86,9 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_words(left: list[str], right: list[str]) -> set[str] | None:
-    """The words of the longest common subsequence that the package finds; None if its walk is too long.
+    """The words of the longest common subsequence that the package finds; None if it fails.
 
-    The walk starts at the end of both, takes equal words, and at a tie goes back in `right`.
+    Its walk starts at the end of both, takes equal words, and at a tie goes back in `right`.
     """
     if min(len(left), len(right)) > _OFFICIAL_STEPS:  # no walk is shorter than that
         return None
@@ -91,7 +96,8 @@ def _common_words(left: list[str], right: list[str]) -> set[str] | None:
     for word in left:
         above, row = lengths[-1], [0]
         for column, other in enumerate(right):
-            row.append(above[column] + 1 if word == other else max(above[column + 1], row[column]))
+            either = max(above[column + 1], row[column])
+            row.append(above[column] + 1 if word == other else either)
         lengths.append(row)
     words: set[str] = set()
     i, j, steps = len(left), len(right), 0
@@ -110,8 +116,8 @@ def _common_words(left: list[str], right: list[str]) -> set[str] | None:
 def classification(prediction: str, gold: str, all_classes: Sequence[str]) -> float:
     """1 / number of class names found in the answer, if the gold one is among them; else 0.
 
-    Names that are a proper part of the gold one are removed from the list *while it is iterated*, so the name after a
-    removed one is skipped. This quirk of the official scorer changes scores.
+    Names that are a proper part of the gold one are removed from the list *while it is iterated*,
+    so the name after a removed one is skipped. This quirk of the official scorer changes scores.
     """
     found = [name for name in all_classes if name in prediction]
     for name in found:
@@ -121,7 +127,7 @@ def classification(prediction: str, gold: str, all_classes: Sequence[str]) -> fl
 
 
 def retrieval(prediction: str, gold: str) -> float:
-    """Share of the numbers in the answer that equal the gold paragraph's; the gold answer is `Paragraph <number>`."""
+    """Share of the answer's numbers that equal the gold one's, which is `Paragraph <number>`."""
     return count(prediction, _GOLD_PARAGRAPH.findall(gold)[0])
 
 
@@ -132,10 +138,14 @@ def count(prediction: str, gold: str) -> float:
 
 
 def code_similarity(prediction: str, gold: str) -> float:
-    """Similarity (in hundredths) of the gold line and the answer's first line without backtick, `#` and `//`."""
-    lines = prediction.lstrip("\n").split("\n")
-    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    return _fuzz().ratio(line, gold) / 100
+    """Similarity (in hundredths) of the gold line and the answer's first line of code.
+
+    That is the first line without backtick, `#` and `//`.
+    """
+    for line in prediction.lstrip("\n").split("\n"):
+        if not any(mark in line for mark in ("`", "#", "//")):
+            return _fuzz().ratio(line, gold) / 100
+    return _fuzz().ratio("", gold) / 100
 
 
 @cache
@@ -153,8 +163,9 @@ def _fuzz() -> Any:
 
 
 def _letter(answer: str, answers: Sequence[str]) -> bool:
-    """Whether the answer's letter, by the official patterns, brackets first, asterisks ignored, is the gold one."""
-    answer, says = answer.replace("*", ""), "The correct answer is "
+    """Whether the answer's letter is the gold one: in brackets first, asterisks ignored."""
+    answer = answer.replace("*", "")
+    says = "The correct answer is "
     found = re.search(rf"{says}\(([A-D])\)", answer) or re.search(rf"{says}([A-D])", answer)
     return found is not None and found[1] in answers
 
@@ -168,8 +179,12 @@ def _contained(answer: str, answers: Sequence[str]) -> list[bool]:
     return [gold.lower() in answer for gold in answers]
 
 
+def _share_contained(answer: str, answers: Sequence[str]) -> float:
+    return sum(_contained(answer, answers)) / len(answers)
+
+
 def _node_f1(answer: str, answers: Sequence[str]) -> float:
-    """F1 of the nodes of the last line that is not blank, `Final Answer: [a, b]`, and the gold ones; 0 without it."""
+    """F1 of the gold nodes and those of the last line that is not blank, `Final Answer: [a, b]`."""
     lines = [line for line in answer.split("\n") if line.strip()]
     match = _FINAL_ANSWER.search(lines[-1]) if lines else None
     if match is None:
@@ -180,32 +195,30 @@ def _node_f1(answer: str, answers: Sequence[str]) -> float:
 
 def _best(metric: Callable[[str, str], float]) -> Metric:
     """A metric of one gold answer: the best over all counts."""
-    return lambda answer, answers, all_classes: max(0.0, *(metric(answer, gold) for gold in answers))
+    return lambda answer, answers, classes: max(0.0, *(metric(answer, gold) for gold in answers))
 
 
 def _over_all(metric: Callable[[str, Sequence[str]], float]) -> Metric:
     """A metric of all gold answers together."""
-    return lambda answer, answers, all_classes: float(metric(answer, answers))
+    return lambda answer, answers, classes: float(metric(answer, answers))
+
+
+def _best_class(answer: str, answers: Sequence[str], classes: Sequence[str]) -> float:
+    return max(classification(answer, gold, classes) for gold in answers)
 
 
 METRICS: dict[str, Metric] = {
     "f1": _best(f1),
     "rouge": _best(rouge),
-    "classification": lambda answer, answers, all_classes: max(
-        classification(answer, gold, all_classes) for gold in answers
-    ),
+    "classification": _best_class,
     "retrieval": _best(retrieval),
     "count": _best(count),
     "code_similarity": _best(code_similarity),
     "multiple_choice": _over_all(_letter),
-    "string_match_all": _over_all(lambda answer, answers: sum(_contained(answer, answers)) / len(answers)),
-    "string_match_part": _over_all(lambda answer, answers: any(_contained(answer, answers))),
+    "string_match_all": _over_all(_share_contained),
+    "string_match_part": _over_all(lambda answer, golds: any(_contained(answer, golds))),
     "substring": _over_all(lambda answer, answers: answers[0] in answer),
     "node_f1": _over_all(_node_f1),
-}
-# {metric: (check of a gold answer, its form)}, if not every text is one
-_GOLD_FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "retrieval": (_GOLD_PARAGRAPH.search, "Paragraph <number>"),
 }
 
 
@@ -215,40 +228,48 @@ def needs_classes(dataset: Dataset) -> bool:
 
 
 def scored_text(dataset: Dataset, prediction: str) -> str:
-    """The part of an answer that is scored: all of it, or its first line after leading newlines (`eval.py`, scorer)."""
+    """The part of an answer that is scored (`eval.py`, scorer): all of it, or its first line."""
     return prediction.lstrip("\n").split("\n")[0] if dataset.first_line else prediction
 
 
 def score_example(
-    dataset: Dataset, prediction: str, answers: Sequence[str], all_classes: Sequence[str] | None = None
+    dataset: Dataset,
+    prediction: str,
+    answers: Sequence[str],
+    all_classes: Sequence[str] | None = None,
 ) -> float:
-    """The official score, 0 to 1, of one answer, by the dataset's metric. Raises UserError as `check_gold`.
+    """The official score, 0 to 1, of one answer, by the dataset's metric.
 
-    prediction: the model's answer, post-processed as `pred.py` does. answers: the gold ones. all_classes: the class
-    names, for the classification metric only.
+    prediction: the model's answer, post-processed as `pred.py` does. answers: the gold ones.
+    all_classes: the class names, for the classification metric only.
+    Raises UserError as `check_gold`.
     """
     check_gold(dataset, answers, all_classes)
     return METRICS[dataset.metric](scored_text(dataset, prediction), answers, all_classes or ())
 
 
-def check_gold(dataset: Dataset, answers: Sequence[str], all_classes: Sequence[str] | None) -> None:
-    """Raise UserError for gold answers that the dataset's metric cannot score: the official scorer fails or gives 0."""
+def check_gold(
+    dataset: Dataset,
+    answers: Sequence[str],
+    all_classes: Sequence[str] | None,
+) -> None:
+    """Raise UserError for gold answers that the metric cannot score."""
     if not answers:
         raise UserError("answers is empty: there is nothing to score against")
     if needs_classes(dataset) and not all_classes:
         raise UserError("all_classes must list the class names, which this dataset's metric needs")
-    accepts, form = _GOLD_FORMS.get(dataset.metric, (lambda gold: True, ""))
-    wrong = [gold for gold in answers if not accepts(gold)]
-    if wrong:
-        raise UserError(f"answers must read {form!r}, got {wrong[0]!r}")
+    wrong = [gold for gold in answers if not _GOLD_PARAGRAPH.search(gold)]
+    if dataset.metric == "retrieval" and wrong:
+        raise UserError(f"answers must read 'Paragraph <number>', got {wrong[0]!r}")
 
 
 def second_score(dataset: Dataset, prediction: str, answers: Sequence[str]) -> float | None:
-    """ROUGE-L F (0 to 1) by Google's `rouge-score`, without stemming, if the metric is ROUGE; else None."""
+    """ROUGE-L F (0 to 1) by Google's `rouge-score`, without stemming; None for other metrics."""
     if dataset.metric != "rouge":
         return None
     text = scored_text(dataset, prediction)
-    return max(0.0, *(_rouge_scorer().score(gold, text)["rougeL"].fmeasure for gold in answers))
+    scores = (_rouge_scorer().score(gold, text)["rougeL"] for gold in answers)
+    return max(0.0, *(score.fmeasure for score in scores))
 
 
 @cache
@@ -260,8 +281,7 @@ def _rouge_scorer() -> Any:
 
 
 def dataset_score(scores: Sequence[float]) -> float:
-    """A dataset's score: 100 times the mean of its examples' (0 to 1), in 2 digits. Raises ValueError for none."""
-    if not scores:
-        raise ValueError("a dataset's score needs at least one example")
+    """A dataset's score: 100 times the mean of its examples' (0 to 1), in 2 digits."""
+    assert scores
     # not sum(), which compensates rounding errors from Python 3.12 on; the official scorer does not
     return round(100 * reduce(add, scores) / len(scores), 2)

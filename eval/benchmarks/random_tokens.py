@@ -1,8 +1,9 @@
-"""The random suite: prompts of random token ids, for time and memory. Answers have their full length, and no score.
+"""The random suite: prompts of random token ids, for time and memory, without a score.
 
-Its text is the ids' numbers, so neither a tokenizer nor a file is needed: with `model.load_format=dummy` nothing is
-downloaded. Times depend on shapes, not on values, but what LazyLLM revives depends on the weights: random weights
-attend to all tokens alike, so it revives in nearly every step, which is its worst case.
+Answers have their full length. The text is the ids' numbers, so neither a tokenizer nor a file is
+needed: with `model.load_format=dummy` nothing is downloaded. Times depend on shapes, not on values,
+but what LazyLLM revives depends on the weights: random weights attend to all tokens alike, so it
+revives in nearly every step, which is its worst case.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 class RandomSettings(Settings):
     """How many tokens."""
 
-    length: list[Positive] = Field(default=[1000, 3500], description="tokens of a prompt; speedups are solved for the longest")
+    length: list[Positive] = Field(
+        default=[1000, 3500],
+        description="tokens of a prompt; speedups are solved for the longest",
+    )
     new_tokens: Positive = Field(default=17, description="tokens of an answer")
     repeats: Positive = Field(default=3, description="rows for each length, with different tokens")
     seed: int = Field(default=0, description="of the tokens")
@@ -37,47 +41,59 @@ class RandomSettings(Settings):
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """The first rows, drawn from the model's whole vocabulary."""
+    """Draw the first rows from the model's whole vocabulary."""
     assert settings.model is not None
-    options, vocabulary = settings.options, _vocabulary(settings.model)
-
-    def example(repeat: int, length: int) -> Example:
+    options: RandomSettings = settings.options
+    vocabulary = _vocabulary(settings.model)
+    examples = []
+    places = product(range(options.repeats), options.length)
+    for repeat, length in islice(places, settings.limit):
         identity = f"random-{length}-{options.seed}-{repeat:02d}"
         rng = random.Random(identity)
         text = " ".join(str(rng.randrange(vocabulary)) for _ in range(length))
-        return Example(dataset.name, identity, "", text, ("",), length=length, groups=(f"length={length}",))
-
-    places = islice(product(range(options.repeats), options.length), settings.limit)
-    total = options.repeats * len(options.length)
+        groups = (f"length={length}",)
+        example = Example(dataset.name, identity, "", text, ("",), length=length, groups=groups)
+        examples.append(example)
     made_of = [options.length, options.seed, vocabulary]
-    rows = (example(*place) for place in places)
-    return made_here(dataset, rows, options.new_tokens, made_of, f"random tokens, seed {options.seed}", total)
+    source = f"random tokens, seed {options.seed}"
+    total = options.repeats * len(options.length)
+    return made_here(dataset, examples, options.new_tokens, made_of, source, total)
 
 
 def tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
-    """A tokenizer whose tokens are their ids' numbers, with spaces between them."""
+    """Make a tokenizer whose tokens are their ids' numbers, with spaces between them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    numbers: Any = Tokenizer(models.WordLevel({str(number): number for number in range(_vocabulary(model))}, "0"))
+    ids = {str(number): number for number in range(_vocabulary(model))}
+    numbers: Any = Tokenizer(models.WordLevel(ids, "0"))
     numbers.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=numbers)
 
 
 def _vocabulary(model: ModelSpec) -> int:
-    """Tokens that the model knows."""
+    """The number of tokens that the model knows."""
     from lazyllm.models.config import shape_of
 
     return shape_of(model).vocab_size
 
 
-_ONLY = Dataset("random", "random", metric="", suite="random", chat_wrap=False, truncate=False, full_length=True)
+_ONLY = Dataset(
+    "random",
+    "random",
+    metric="",
+    suite="random",
+    chat_wrap=False,
+    truncate=False,
+    full_length=True,
+)
 SUITE = register(
     Suite(
         name="random",
         datasets=(_ONLY,),
         load=load,
         options=RandomSettings,
+        lengths="length",
         tokenizer=tokenizer,
     )
 )

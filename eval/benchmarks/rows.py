@@ -9,11 +9,9 @@ from typing import Any
 
 from eval.benchmarks.metrics import check_gold
 from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, reason_of
 
-Check = tuple[Callable[[Any], Any], str]  # of a field: a check of its value, and what is allowed
-# In hashes, the official prompt of rows that hold their whole prompt
-WHOLE = "{instruction}{context}{input}"
+Check = tuple[Callable[[Any], Any], str]  # of a field: a check of its value, and what is expected
 # (place, JSON value, or UserError with the reason why it is none) of each row; their source, and
 # their hash
 Rows = tuple[Iterable[tuple[str, Any]], str, str]
@@ -29,33 +27,24 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and (value.isascii() or not _HALF_PAIR.search(value))
 
 
-def is_filled(value: Any) -> bool:
-    """Whether a value is such a string, and not just white space."""
-    return is_text(value) and bool(value.strip())
-
-
 def is_texts(value: Any) -> bool:
     """Whether a value is a list of such strings."""
     return isinstance(value, list) and all(map(is_text, value))
 
 
-def is_answers(value: Any) -> bool:
-    """Whether a value is a list of such strings, of which one can be scored against."""
-    return is_texts(value) and any(map(str.strip, value))
-
-
 TEXT: Check = is_text, "a string"
-FILLED: Check = is_filled, "a string that is not empty"
+FILLED: Check = lambda value: is_text(value) and value.strip(), "a string that is not empty"
 TEXTS: Check = is_texts, "a list of strings"
-CLASSES: Check = (lambda value: value is None or is_texts(value), "a list of strings or null")
-_ANSWERS: Check = is_answers, "a list of strings, not all of them empty"
-_LENGTH: Check = (lambda value: type(value) is int and value >= 0, "a whole number")
+CLASSES: Check = lambda value: value is None or is_texts(value), "a list of strings or null"
 
-_FIELDS = {
+_FIELDS: dict[str, Check] = {
     "input": TEXT,
     "context": FILLED,
-    "answers": _ANSWERS,
-    "length": _LENGTH,
+    "answers": (
+        lambda value: is_texts(value) and any(map(str.strip, value)),
+        "a list of strings, not all of them empty",
+    ),
+    "length": (lambda value: type(value) is int and value >= 0, "a whole number"),
     "dataset": TEXT,
     "language": TEXT,
     "all_classes": CLASSES,
@@ -84,12 +73,12 @@ def read_lines(data: bytes, source: str) -> Iterator[tuple[str, Any]]:
         yield f"{source}:{number}", row
 
 
-def parsed_json(data: bytes, where: str = "") -> Any:
-    """The value of JSON in UTF-8. where: its place, for the message of a UserError."""
+def parsed_json(data: bytes) -> Any:
+    """The value of JSON in UTF-8. Raises UserError."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}{where and ': '}not valid JSON in UTF-8 ({error})") from error
+        raise UserError(f"not valid JSON in UTF-8 ({error})") from error
 
 
 def check_fields(row: Any, fields: Mapping[str, Check]) -> None:
@@ -113,30 +102,24 @@ def load_lines(
     max_new_tokens: int,
     on_error: OnError,
 ) -> LoadedDataset:
-    """Make a dataset of lines in LongBench's format.
-
-    source: the lines' origin. Raises UserError as `loaded`.
-    """
+    """Make a dataset of lines in LongBench's format. Raises UserError as `loaded`."""
+    rows = read_lines(data, source), source, hashlib.sha256(data).hexdigest()
     parse = partial(parse_example, dataset, template)
-    rows = read_lines(data, source)
-    data_sha256 = hashlib.sha256(data).hexdigest()
-    return loaded(dataset, (rows, source, data_sha256), parse, on_error, max_new_tokens, [template])
+    return loaded(dataset, rows, parse, on_error, max_new_tokens, [template])
 
 
 def loaded(
     dataset: Dataset,
     rows: Rows,
-    parse: Callable[[Any, int], Example | None],
+    parse: Callable[[Any, int], Example],
     on_error: OnError,
     max_new_tokens: int,
-    prompts: Sequence[Any] = (WHOLE,),
-    instead: str = "other rows",
+    prompts: Sequence[Any],
 ) -> LoadedDataset:
-    """A dataset from its rows.
+    """Make a dataset of its rows.
 
-    parse: from a row and its number, from 0; None leaves it out; raises UserError.
-    prompts: the official ones, if rows do not hold theirs. instead: what to give if there is no
-        usable row.
+    parse: makes an example of a row and its number, from 0; raises UserError.
+    prompts: the official ones, and all else that decides what a row means.
     Raises UserError for an unusable row (unless skipped), which names the first ten, for a repeated
         `_id`, and for no usable row.
     """
@@ -147,8 +130,6 @@ def loaded(
     for number, (where, row) in enumerate(values):
         try:
             example = parse(row, number)
-            if example is None:
-                continue
             if (place := places.setdefault(example.id, where)) != where:
                 same = f"the same _id as in {place} ({example.id!r})"
                 raise UserError(f"{same}; expected each row once")
@@ -156,15 +137,10 @@ def loaded(
         except (UserError, RecursionError) as error:  # nested too deeply to be shown
             skipped.append((where, str(error)))
     if skipped and on_error == "raise":
-        named = "\n".join(f"{where}: {reason}" for where, reason in skipped[:_NAMED])
-        more = f"\n{len(skipped) - _NAMED} more unusable rows" if len(skipped) > _NAMED else ""
-        them = "this row, or skip such rows" if len(skipped) == 1 else "these rows, or skip them"
-        raise UserError(f"{named}{more}. Fix {them} by data.on_error=skip")
+        raise UserError(_name_rows(skipped))
     if not examples:
-        first = ""
-        if skipped:
-            first = ": {} skipped, the first, {}, for: {}".format(len(skipped), *skipped[0])
-        raise UserError(f"{source}: no usable row{first}; give {instead}")
+        first = f": {len(skipped)} skipped, the first {': '.join(skipped[0])}" if skipped else ""
+        raise UserError(f"{source}: no usable row{first}; give other rows")
     return LoadedDataset(
         dataset,
         tuple(examples),
@@ -174,6 +150,15 @@ def loaded(
         source=source,
         skipped=tuple(skipped),
     )
+
+
+def _name_rows(skipped: Sequence[tuple[str, str]]) -> str:
+    """The message about unusable rows: the first ten, with their places and reasons."""
+    lines = "\n".join(f"{where}: {reason}" for where, reason in skipped[:_NAMED])
+    more = len(skipped) - _NAMED
+    rest = f"\n{more} more unusable rows" if more > 0 else ""
+    them = "this row, or skip such rows" if len(skipped) == 1 else "these rows, or skip them"
+    return f"{lines}{rest}. Fix {them} by data.on_error=skip"
 
 
 def made_here(
@@ -193,7 +178,8 @@ def made_here(
         tuple(examples),
         max_new_tokens,
         data_sha256=sha256_of(made_of),
-        config_sha256=sha256_of([WHOLE, max_new_tokens]),
+        # the official prompt of rows that hold their whole prompt
+        config_sha256=sha256_of(["{instruction}{context}{input}", max_new_tokens]),
         source=source,
         total=total,
     )
@@ -204,17 +190,13 @@ def prompt_parts(
     values: Mapping[str, Any],
     context: str = "context",
 ) -> tuple[str, str]:
-    """Fill in the texts before and behind the context's place in a template.
-
-    Raises UserError if they cannot be.
-    """
-    before, _, behind = template.partition("{" + context + "}")
+    """Fill in the texts before and after the context's place in a template. Raises UserError."""
+    before, _, after = template.partition("{" + context + "}")
     try:
-        return before.format_map(values), behind.format_map(values)
+        return before.format_map(values), after.format_map(values)
     except (LookupError, ValueError, AttributeError, TypeError) as error:
-        named = f"{type(error).__name__}: {error}"
         instead = "literal braces are written {{ and }}"
-        raise UserError(f"the template cannot be filled ({named}); {instead}") from error
+        raise UserError(f"the template cannot be filled ({reason_of(error)}); {instead}") from error
 
 
 def parse_example(dataset: Dataset, template: str, row: Any, number: int = 0) -> Example:
@@ -223,7 +205,7 @@ def parse_example(dataset: Dataset, template: str, row: Any, number: int = 0) ->
     template: with fields in braces, {context} once. Raises UserError for a bad row.
     """
     check_fields(row, _FIELDS)
-    if row["dataset"] not in (dataset.name, dataset.prompt_of or dataset.name):
+    if row["dataset"] not in (dataset.name, dataset.name.removesuffix("_e")):  # LongBench-E
         expected = f"{dataset.name!r}, the file's name"
         raise UserError(f"field 'dataset' must be {expected}, got {shortened(row['dataset'])}")
     check_gold(dataset, row["answers"], row["all_classes"])
@@ -233,13 +215,13 @@ def parse_example(dataset: Dataset, template: str, row: Any, number: int = 0) ->
     elif not is_text(identity) or not identity:
         found = shortened(identity)
         raise UserError(f"field '_id' must be a string that is not empty, got {found}")
-    before, behind = prompt_parts(template, row)
+    before, after = prompt_parts(template, row)
     return Example(
         dataset=dataset.name,
         id=identity,
         instruction=before,
         context=row["context"],
-        input=behind,
+        input=after,
         answers=tuple(row["answers"]),
         all_classes=tuple(row["all_classes"] or ()),
         length=row["length"],

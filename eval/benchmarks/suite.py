@@ -1,8 +1,7 @@
 """The values of a suite of tasks, and the register of all suites.
 
-A suite is a file or folder in this package that registers a `Suite`; `eval/benchmarks/__init__.py`
-lists these modules, and no other code names a suite. Differences between suites are fields here,
-never an `if`.
+A suite is a module of this package that registers a `Suite`; it is found by its file, and no other
+code names it. Differences between suites are fields here, never an `if`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,6 @@ class Dataset:
     name: its name in configs, files and tables; unique among all suites.
     task: the task whose score is the mean over its datasets.
     metric: the name of its score, a key of `eval.benchmarks.metrics.METRICS`; "" for no score.
-    prompt_of: the LongBench dataset whose prompt and answer length it uses; "" for its own.
     chat_wrap: whether the prompt is wrapped in the model's chat template.
     truncate: whether a prompt longer than `model.max_prompt_tokens` loses its middle.
     decode_halves: whether the two ends of such a prompt are decoded one by one, as LongBench does,
@@ -44,7 +42,6 @@ class Dataset:
     task: str
     metric: str
     suite: str
-    prompt_of: str = ""
     chat_wrap: bool = True
     truncate: bool = True
     decode_halves: bool = True
@@ -150,15 +147,15 @@ class Suite:
     datasets: in the order of tables.
     load: reads one of its datasets. Raises UserError.
     check: before torch is imported, why a dataset's rows cannot be loaded, or None. Such a dataset
-        is refused if named, else left out. Raises UserError for bad settings.
+        is refused if named, else left out.
     options: its settings, each with a default, in a config under the suite's name; None for none.
-        The setting `length`, or `lengths`, is of prompt and answer together, in tokens.
-    models: presets made for this suite, whose default it is. Its rows are in this package.
+    lengths: the one of them that lists the tokens of a prompt and its answer together; "" for none.
+    models: presets made for this suite, whose default it is.
     limit: the number of examples of each dataset in a run without a `limit`; None for all.
     subsets: values of `subset` in configs that name rows of this suite, for its `load` to choose.
-    published: by the name of the dataset, the sizes that LazyLLM's paper reports; none for other
-        suites.
-    cached: whether all its files are in the caches; not asked of a suite whose `check` tells it.
+    published: by the name of the dataset, the sizes that LazyLLM's paper reports; None for a suite
+        that is not in the paper.
+    cached: whether all its files are in the caches; None for a suite that has or makes its rows.
     tokenizer: makes the tokenizer of its prompts, which then measure time only; None takes the
         model's.
     """
@@ -168,54 +165,34 @@ class Suite:
     load: Callable[[Dataset, DataSettings], LoadedDataset]
     check: Callable[[Dataset, DataSettings], str | None] = lambda dataset, settings: None
     options: type[Settings] | None = None
+    lengths: str = ""
     models: tuple[str, ...] = ()
     limit: int | None = None
     subsets: tuple[str, ...] = ()
-    published: Callable[[DataSettings], Mapping[str, Published]] = lambda settings: {}
-    cached: Callable[[DataSettings], bool] = lambda settings: True
+    published: Callable[[DataSettings], Mapping[str, Published]] | None = None
+    cached: Callable[[DataSettings], bool] | None = None
     tokenizer: Callable[[ModelSpec], Any] | None = None
-
-    @property
-    def in_paper(self) -> bool:
-        """Whether LazyLLM's paper reports this suite."""
-        return bool(self.published(DataSettings()))
 
     @property
     def whole(self) -> str:
         """The name in configs for all its datasets."""
-        return "all" if self.in_paper else self.name
+        return "all" if self.published else self.name
 
     @property
     def all_tasks(self) -> tuple[str, ...]:
         """The tasks of its datasets, in the order of tables."""
         return tuple(dict.fromkeys(dataset.task for dataset in self.datasets))
 
-    @property
-    def rows_here(self) -> bool:
-        """Whether its rows need no file, network or tokenizer.
-
-        So they are read before torch is imported.
-        """
-        return bool(self.models)
-
     def length(self, settings: DataSettings) -> int | None:
         """Return the most tokens of prompt and answer; None if they depend on the rows."""
-        lengths = None if self._length is None else getattr(settings.options, self._length)
-        return max(lengths) if isinstance(lengths, list) else lengths
+        return max(getattr(settings.options, self.lengths)) if self.lengths else None
 
     @property
     def too_long_hint(self) -> str:
         """Advice if a prompt is longer than the model's positions."""
-        return f"lower {self.name}.{self._length}" if self._length else "choose shorter rows"
-
-    @property
-    def _length(self) -> str | None:
-        """The name of the setting of the length."""
-        names = () if self.options is None else self.options.model_fields
-        return next((name for name in names if name in ("length", "lengths")), None)
+        return f"lower {self.name}.{self.lengths}" if self.lengths else "choose shorter rows"
 
 
-# By name, in the order of tables
 SUITES: dict[str, Suite] = {}
 DATASETS: dict[str, Dataset] = {}
 

@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.rows import parsed_json, read_lines
+from eval.benchmarks.rows import Rows, parsed_json, read_lines
 from lazyllm.errors import UserError, reason_of
 
 csv.field_size_limit(sys.maxsize)  # a context may be longer than Python's limit
@@ -22,19 +22,20 @@ def kind_of(file: str) -> str:
     return Path(file.removesuffix(".gz")).suffix
 
 
-def read_table(file: str) -> tuple[list[tuple[str, Any]], str]:
-    """(place, row, or UserError with the reason why it is none) of each row, and the sha256 of the file.
+def read_table(file: str) -> Rows:
+    """Read the rows of a file. Raises UserError if it is no table.
 
-    Values are as in the file: "0042" of a CSV stays a text, and a date in JSON too. Raises UserError if it is no table.
+    Values are as in the file: "0042" of a CSV stays a text, and a date in JSON too.
     """
     try:
         data = Path(file).read_bytes()
-        plain = (gzip.decompress(data) if file.endswith(".gz") else data).removeprefix(codecs.BOM_UTF8)
+        plain = gzip.decompress(data) if file.endswith(".gz") else data
+        plain = plain.removeprefix(codecs.BOM_UTF8)
         match kind_of(file):
             case ".csv":
-                rows = _csv_rows(file, plain.decode())
+                rows = _read_csv(file, plain.decode())
             case ".parquet":
-                from pyarrow import BufferReader, parquet  # not at the top: slow to import, for these files only
+                from pyarrow import BufferReader, parquet  # slow to import, for these files only
 
                 rows = _numbered(file, parquet.read_table(BufferReader(plain)).to_pylist())
             case ".json" if plain.lstrip().startswith(b"["):
@@ -43,20 +44,22 @@ def read_table(file: str) -> tuple[list[tuple[str, Any]], str]:
                 rows = list(read_lines(plain, file))
     except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
         raise UserError(f"{file}: not a table of rows ({reason_of(error)})") from error
-    return rows, hashlib.sha256(data).hexdigest()
+    return rows, file, hashlib.sha256(data).hexdigest()
 
 
 def _numbered(file: str, rows: list[Any]) -> list[tuple[str, Any]]:
     return [(f"{file}, row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
-def _csv_rows(file: str, text: str) -> list[tuple[str, Any]]:
+def _read_csv(file: str, text: str) -> list[tuple[str, Any]]:
     """As of `read_lines`, of a CSV file with a line of names. Raises csv.Error."""
-    reader, short = csv.DictReader(io.StringIO(text, newline=""), strict=True), "not as many fields as the first line"
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     names = reader.fieldnames or ()
     if len({*names}) < len(names):
         raise csv.Error("a name occurs twice in the first line")
-    return [
-        (f"{file}:{reader.line_num}", UserError(short) if None in row or None in row.values() else row)
-        for row in reader
-    ]
+    rows: list[tuple[str, Any]] = []
+    for row in reader:
+        is_whole = None not in row and None not in row.values()
+        lack = UserError("not as many fields as the first line")
+        rows.append((f"{file}:{reader.line_num}", row if is_whole else lack))
+    return rows

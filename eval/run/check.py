@@ -42,7 +42,7 @@ def check(config: RunConfig, folder: Path) -> None:
     _check_tracker(config)
     _check_models(spec, arms)
     _check_tokenizer(config, spec, chat, suite)
-    if suite.rows_here or (suite.length(data) is None and data.dir is not None):
+    if suite.length(data) is None and (data.dir is not None or suite.cached is None):
         read_rows(config, datasets, data)
 
 
@@ -121,7 +121,9 @@ def _data_settings(config: RunConfig, suite: Suite) -> DataSettings:
     is_counted = is_own or config.subset == "first" or limit is not None
     require(is_counted, "subset", config.subset, "limit=50 or so with it")
     expected = f"dataset=NAME with it, as {suite.name} has rows of its own"
-    require(config.data.dir is None or not suite.rows_here, "data.dir", config.data.dir, expected)
+    require(
+        config.data.dir is None or suite.cached is not None, "data.dir", config.data.dir, expected
+    )
     return DataSettings(
         dir=None if config.data.dir is None else Path(config.data.dir),
         on_error=config.data.on_error,

@@ -224,8 +224,8 @@ def check_rows(runs: Sequence[RunConfig]) -> State:
         suite = suite_of(datasets)
         if data.dir is not None:
             found.append(f"{rows} rows of {suite.name} are in {data.dir}")
-        elif not suite.rows_here:
-            if not suite.cached(data):
+        elif not suite.models:
+            if suite.cached is not None and not suite.cached(data):
                 return (
                     MISSING,
                     f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}",

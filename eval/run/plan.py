@@ -108,9 +108,9 @@ def is_estimated(config: RunConfig) -> bool:
     """
     (datasets, data), spec = choose_data(config), spec_of(config)
     suite = suite_of(datasets)
-    if not suite.published(data) or data.dir is not None:
+    if suite.published is None or data.dir is not None:
         return False
-    if not suite.cached(data):
+    if suite.cached is not None and not suite.cached(data):
         return True
     try:
         read_config(spec)
@@ -127,7 +127,9 @@ def estimated_groups(config: RunConfig) -> list[Group]:
     from eval.run.prepare import limit_of_answers
 
     (datasets, data), limit = choose_data(config), _limit(config)
-    groups, sizes = list[Group](), suite_of(datasets).published(data)
+    groups, published = list[Group](), suite_of(datasets).published
+    assert published is not None  # `is_estimated`
+    sizes = published(data)
     for dataset in datasets:
         size = sizes[dataset.name]
         tokens = min(limit, round(size.words * size.tokens_per_word))

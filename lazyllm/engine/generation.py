@@ -377,8 +377,8 @@ def check_prompt(model: PreTrainedModel, input_ids: Tokens, method: Method) -> P
     if ids.ndim != 1 or ids.is_floating_point():
         raise ValueError(
             f"input_ids is one prompt of token ids, [n] or [1, n]; got shape {list(ids.shape)}, "
-            f"{ids.dtype}. Of several prompts, give a list to "
-            "lazyllm.generate_many(model, prompts, method)"
+            f"{ids.dtype}. Of several prompts, give a list to lazyllm.generate_many(model, "
+            "prompts, method)"
         )
     vocabulary = model.config.vocab_size
     if ids.min() < 0 or ids.max() >= vocabulary:

@@ -30,7 +30,9 @@ def two_have_an_interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def wandb_ends() -> Iterator[None]:
-    """W&B's service ends with the test. How it ends is not the test's matter: it may be gone already."""
+    """W&B's service ends with the test. How it ends is not the test's matter: it may be gone
+    already.
+    """
     yield
     if "wandb" in sys.modules:
         with suppress(Exception, SystemExit):

@@ -22,14 +22,8 @@ TABLE1: dict[str, dict[str, Any]] = {
     "random_drop": {"speedup": "table1"},
     "static_pruning": {"speedup": "table1", "layer": 2},
 }
-SIX = (
-    "qasper",
-    "hotpotqa",
-    "gov_report",
-    "trec",
-    "passage_count",
-    "lcc",
-)  # one of each paper's task
+# one of each paper's task
+SIX = ("qasper", "hotpotqa", "gov_report", "trec", "passage_count", "lcc")
 _NUMBERS = count()  # of folders, as each run has one
 
 

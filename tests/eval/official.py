@@ -1,4 +1,6 @@
-"""Official rows, scored answers and Llama 2's tokenizer, which lie beside the repository and never in it."""
+"""Official rows, scored answers and Llama 2's tokenizer, which lie beside the repository and
+never in it.
+"""
 
 import json
 from functools import cache
@@ -15,14 +17,19 @@ LONGBENCH, RULER, LLAMA2 = SHARED / "longbench", SHARED / "ruler", SHARED / "tok
 
 def needs(path: Path) -> pytest.MarkDecorator:
     """Skip a test, with the reason, if the shared material is missing."""
-    return pytest.mark.skipif(not path.exists(), reason=f"../shared/{path.relative_to(SHARED)} is absent")
+    return pytest.mark.skipif(
+        not path.exists(), reason=f"../shared/{path.relative_to(SHARED)} is absent"
+    )
 
 
 @cache
 def shared_rows(folder: str = "") -> dict[str, list[dict[str, Any]]]:
     """{dataset: rows} of ../shared/longbench or of a folder in it; empty if it is missing."""
     files = sorted((LONGBENCH / folder).glob("*.jsonl"))
-    return {file.stem: [json.loads(line) for line in file.read_bytes().split(b"\n") if line] for file in files}
+    return {
+        file.stem: [json.loads(line) for line in file.read_bytes().split(b"\n") if line]
+        for file in files
+    }
 
 
 @cache

@@ -21,7 +21,8 @@ def write(folder: Path, name: str, *rows: object) -> Path:
     """A prediction file; rows that are strings are written unchanged."""
     file = folder / f"{name}.jsonl"
     file.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows),
+        encoding="utf-8",
     )
     return file
 
@@ -30,18 +31,31 @@ def write(folder: Path, name: str, *rows: object) -> Path:
 def test_real_answers_get_the_official_scores():
     rows = official.shared_rows("scored")
     scores = score_folder(SCORED)
-    expected = {name: round(100 * sum(r["official_score"] for r in of) / len(of), 2) for name, of in rows.items()}
+    expected = {
+        name: round(100 * sum(r["official_score"] for r in of) / len(of), 2)
+        for name, of in rows.items()
+    }
     assert {d["dataset"]: d["score"] for d in scores["datasets"]} == expected
-    assert {d["dataset"]: d["rows"] for d in scores["datasets"]} == {name: len(of) for name, of in rows.items()}
+    assert {d["dataset"]: d["rows"] for d in scores["datasets"]} == {
+        name: len(of) for name, of in rows.items()
+    }
     with_rouge = {d["dataset"] for d in scores["datasets"] if d["rouge_score"] is not None}
     assert with_rouge == {"gov_report", "qmsum", "multi_news", "samsum"}
     assert [len(task["datasets"]) for task in scores["tasks"]] == [3, 3, 3, 3, 2, 2]
     for task in scores["tasks"]:
-        assert task["score"] == pytest.approx(fmean(expected[name] for name in task["datasets"]), abs=0.00501)
+        assert task["score"] == pytest.approx(
+            fmean(expected[name] for name in task["datasets"]), abs=0.00501
+        )
 
 
 def test_scores_by_hand(tmp_path):
-    write(tmp_path, "qasper", GOOD, GOOD | {"pred": "dog"}, GOOD | {"pred": "cat sat", "answers": ["dog", "cat"]})
+    write(
+        tmp_path,
+        "qasper",
+        GOOD,
+        GOOD | {"pred": "dog"},
+        GOOD | {"pred": "cat sat", "answers": ["dog", "cat"]},
+    )
     write(tmp_path, "narrativeqa", GOOD)
     write(tmp_path, "samsum", GOOD | {"pred": "\n\ncat dog\nbird", "answers": ["cat"]})
     scores = score_folder(tmp_path)
@@ -57,17 +71,27 @@ def test_scores_by_hand(tmp_path):
 
 
 def test_last_lines_class_names_hold_for_all_lines(tmp_path):
-    """As in the official eval.py, which reads them again with each line and scores after the last."""
+    """As in the official eval.py, which reads them again with each line and scores after the
+    last.
+    """
     row = {"pred": "City and State", "answers": ["City"], "length": 3}
-    write(tmp_path, "trec", row | {"all_classes": ["City", "State"]}, row | {"all_classes": ["City"]})
+    write(
+        tmp_path, "trec", row | {"all_classes": ["City", "State"]}, row | {"all_classes": ["City"]}
+    )
     assert score_folder(tmp_path)["datasets"][0]["score"] == 100.0
 
 
 def test_embedded_suite_is_scored_in_its_own_tasks(tmp_path):
-    names = [name for name, dataset in DATASETS.items() if dataset.suite == "embedded" and dataset.metric == "f1"]
+    names = [
+        name
+        for name, dataset in DATASETS.items()
+        if dataset.suite == "embedded" and dataset.metric == "f1"
+    ]
     write(tmp_path, names[0], GOOD)
     write(tmp_path, "qasper", GOOD | {"pred": "dog"})
-    tasks = [(task["suite"], task["datasets"], task["score"]) for task in score_folder(tmp_path)["tasks"]]
+    tasks = [
+        (task["suite"], task["datasets"], task["score"]) for task in score_folder(tmp_path)["tasks"]
+    ]
     assert tasks == [("longbench", ["qasper"], 0.0), ("embedded", names[:1], 100.0)]
 
 
@@ -82,7 +106,8 @@ def test_chinese_datasets_and_other_files_are_left_out(tmp_path):
 
 
 def test_lines_are_read_as_by_official_readers(tmp_path):
-    row = {"pred": "cat\r\u2028cat", "answers": ["cat\u2028cat"], "all_classes": None}  # no length, no _id
+    # no length, no _id
+    row = {"pred": "cat\r\u2028cat", "answers": ["cat\u2028cat"], "all_classes": None}
     text = json.dumps(row, ensure_ascii=False)
     (tmp_path / "qasper.jsonl").write_bytes(f"{text}\r\n\n{text}".encode())
     dataset = score_folder(tmp_path)["datasets"][0]

@@ -1,4 +1,6 @@
-"""The command `tune`: the schedules that it draws, by hand; its search of made-up KLs; and a study of real runs."""
+"""The command `tune`: the schedules that it draws, by hand; its search of made-up KLs; and a
+study of real runs.
+"""
 
 import shlex
 from functools import partial
@@ -49,7 +51,9 @@ def config_of(*overrides: str) -> TuneConfig:
 
 
 def flops(counts: list[int]) -> int:
-    """q and o 16 x 16, k and v 16 x 8, three times 16 x 32; 4 * 16 a causal pair; a row of logits."""
+    """q and o 16 x 16, k and v 16 x 8, three times 16 x 32; 4 * 16 a causal pair; a row of
+    logits.
+    """
     weights = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32
     return sum(2 * weights * n + 4 * 16 * n * (n + 1) // 2 for n in counts) + 2 * 16 * 64
 
@@ -148,9 +152,8 @@ def test_best_is_the_one_of_the_least_kl_of_the_answer_then_of_the_gold_one() ->
     best = found_by(optuna.create_study(), kls, 40)
     values = [(abs(min(schedule) - 5), schedule[min(schedule)]) for schedule in measured]
     assert values[measured.index(best)] == min(values) < values[0]
-    assert len({value for value, _ in values}) < len(
-        {*values}
-    )  # some are equal but for the gold answer
+    # some are equal but for the gold answer
+    assert len({value for value, _ in values}) < len({*values})
 
 
 def test_stopped_search_goes_on_and_begins_with_the_default(tmp_path: Path) -> None:

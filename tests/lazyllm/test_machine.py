@@ -8,9 +8,20 @@ import pytest
 from lazyllm import machine
 
 
-def test_commit_is_a_whole_hash_and_tells_of_changed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_is_a_whole_hash_and_tells_of_changed_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def git(words: str) -> str:
-        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words.split()]
+        command = [
+            "git",
+            "-C",
+            str(tmp_path),
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b",
+            *words.split(),
+        ]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))

@@ -1,4 +1,6 @@
-"""Presets: shapes against the published numbers of parameters, and a dummy that the loop over layers can run."""
+"""Presets: shapes against the published numbers of parameters, and a dummy that the loop over
+layers can run.
+"""
 
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from lazyllm.models.config import load_config
 from lazyllm.presets import PRESETS, fields_of
 from lazyllm.spec import ModelSpec
 
-# As the hub counts the checkpoints' safetensors: an index' total_size / 2 (bfloat16), or the API's safetensors.total
+# As the hub counts the checkpoints' safetensors: an index' total_size / 2 (bfloat16), or the API's
+# safetensors.total
 PUBLISHED = {
     "llama2": 6_738_415_616,
     "llama2-base": 6_738_415_616,
@@ -29,7 +32,9 @@ PUBLISHED = {
 STORED_TWICE = {"qwen3-0.6b"}  # its files hold the tied embedding as lm_head too
 
 
-@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.architecture is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, preset in PRESETS.items() if preset.architecture is not None]
+)
 def test_presets_have_the_published_number_of_parameters(offline, name: str) -> None:
     config = load_config(ModelSpec(name, "dummy"))
     with torch.device("meta"):
@@ -38,17 +43,30 @@ def test_presets_have_the_published_number_of_parameters(offline, name: str) -> 
     stored = parameters + (model.lm_head.weight.numel() if name in STORED_TWICE else 0)
     assert stored == pytest.approx(PUBLISHED[name], rel=1e-3)
     # FLOPs are counted for matrices of the same sizes
-    of_layers = sum(parameter.numel() for key, parameter in model.named_parameters() if "layers." in key)
-    assert LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers == pytest.approx(of_layers, rel=1e-3)
+    of_layers = sum(
+        parameter.numel() for key, parameter in model.named_parameters() if "layers." in key
+    )
+    assert LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers == pytest.approx(
+        of_layers, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_thin_model_of_each_shape_runs_in_the_loop_over_layers(name: str) -> None:
-    """All settings except sizes are the preset's: RoPE, norms, multipliers, sliding windows, tied embeddings."""
+    """All settings except sizes are the preset's: RoPE, norms, multipliers, sliding windows,
+    tied embeddings.
+    """
     config = load_config(ModelSpec(name, "dummy"))
     layers, head_dim = min(config.num_hidden_layers, 6), LayerShape.of(config).head_dim
-    thin = {"hidden_size": 2 * head_dim, "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": layers}
-    kinds = {"layer_types": config.layer_types[:layers]} if getattr(config, "layer_types", None) else {}
+    thin = {
+        "hidden_size": 2 * head_dim,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+        "num_hidden_layers": layers,
+    }
+    kinds = (
+        {"layer_types": config.layer_types[:layers]} if getattr(config, "layer_types", None) else {}
+    )
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config.update(thin | kinds | tokens | {"num_attention_heads": 2, "num_key_value_heads": 1})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -176,10 +176,8 @@ def test_a_baseline_that_scores_nothing_leaves_the_kl_alone() -> None:
     assert data(Results([stored([visit()], "baseline")])).empty
     frame = data(Results([stored(over(("needle",), **nothing, kl=0.1))]))
     measured = frame.query("source == 'measured' and task != 'all'")
-    assert (measured["kl"].tolist(), measured["on_curve"].tolist()) == (
-        [0.1],
-        [True],
-    )  # none has a better score
+    # none has a better score
+    assert (measured["kl"].tolist(), measured["on_curve"].tolist()) == ([0.1], [True])
     written = texts(drawn(plot, frame))
     assert "score, % of the baseline's" not in written
     assert "KL from the baseline's first token, nats" in written

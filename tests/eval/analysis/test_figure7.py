@@ -38,10 +38,8 @@ def test_figure7_shows_one_setting_for_each_model() -> None:
     frame = data(Results(runs))
     chosen = frame.groupby("model")[["label", "examples"]].first()
     assert chosen.loc["tiny"].tolist() == ["lazy, schedule={2: 0.5}", 2]  # the most run one
-    assert chosen.loc["big"].tolist() == [
-        "lazy, schedule=paper",
-        1,
-    ]  # Figure 4's, whatever else there is
+    # Figure 4's, whatever else there is
+    assert chosen.loc["big"].tolist() == ["lazy, schedule=paper", 1]
     assert data(Results([runs[2]])).empty
     picture = drawn(plot, frame)
     assert len(picture.axes) == 4

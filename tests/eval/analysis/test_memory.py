@@ -92,10 +92,8 @@ def test_memory_at_the_end() -> None:
     baseline = {"kv_bytes": 2_000_000, "aux_bytes": 0, "peak_memory_bytes": 10_000_000}
     own = {"kv_bytes": 1_000_000, "aux_bytes": 500_000, "peak_memory_bytes": 9_000_000}
     table = memory(Results([stored(over(("hops", "lookup"), baseline=baseline, **own))]))
-    assert list(dict.fromkeys(table.cells["method"])) == [
-        "lazy, schedule=paper",
-        "baseline",
-    ]  # by bytes
+    # by bytes
+    assert list(dict.fromkeys(table.cells["method"])) == ["lazy, schedule=paper", "baseline"]
     cells = line(table.cells, **{"method": "lazy, schedule=paper", "decoding steps": "end"})
     assert list(cells.values())[3:10] == [
         "4", "1.000 ±0.000", "0.500 ±0.000", "1.500 ±0.000", "0.750 ±0.000", "9.0 ±0.0", "0.900",

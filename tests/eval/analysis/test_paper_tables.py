@@ -40,11 +40,8 @@ def test_table1_stands_beside_the_papers_numbers() -> None:
     # not solved for the paper's speedups: no row
     other = stored(over(QA), settings={"schedule": {"2": 0.5}}, model="llama2", paper="llama2")
     table = table1(Results([lazy, other, llama2("static_pruning")]))
-    assert table.frame["method"].tolist() == [
-        "baseline",
-        "static_pruning",
-        "lazy",
-    ]  # as in the paper
+    # as in the paper
+    assert table.frame["method"].tolist() == ["baseline", "static_pruning", "lazy"]
     found = line(table.frame, **LAZY)
     assert (found["status"], found["examples"], found["datasets"]) == ("measured", 6, 3)
     assert json.loads(found["parameters"]) == {"schedule": {"2": 0.4}}
@@ -52,10 +49,8 @@ def test_table1_stands_beside_the_papers_numbers() -> None:
     assert list(cells.values())[3:] == [
         "6", "25.00 ±0.00", "22.31", "+2.69", "4.00 ±0.00", "2.34", "+1.66", "0.00200 ±0.00000"
     ]  # fmt: skip
-    assert table.cells["KL, nats"].tolist()[:2] == [
-        "-",
-        "-",
-    ]  # the baseline has none; the other was not measured
+    # the baseline has none; the other was not measured
+    assert table.cells["KL, nats"].tolist()[:2] == ["-", "-"]
     assert line(table.frame, method="baseline")["paper_score"] == 22.43
 
 
@@ -104,10 +99,8 @@ def test_table2_has_lazyllm_alone() -> None:
 def test_printed_tables_have_the_papers_shape() -> None:
     runs = [llama2(score=0.25, ttft_s=0.1), llama2("static_pruning", ("trec",))]
     first, second = table1_paper(Results(runs)), table2_paper(Results(runs))
-    assert (first.cells.shape, second.cells.shape) == (
-        (30, 2 + 5),
-        (6, 1 + 5),
-    )  # n of Llama 2, which was run
+    # n of Llama 2, which was run
+    assert (first.cells.shape, second.cells.shape) == ((30, 2 + 5), (6, 1 + 5))
     row = line(first.cells, Tasks="Multi-Document QA", Method="LazyLLM")
     assert list(row.values())[2:] == ["6", "25.00 (22.31)", "4.00 (2.34)", "- (20.68)", "- (2.65)"]
     part = line(first.cells, Tasks="Few-shot Learning", Method="Static Token Pruning")
@@ -123,9 +116,8 @@ def test_printed_tables_have_the_papers_shape() -> None:
         r"\multicolumn{2}{c}{} & \multicolumn{3}{c}{Llama 2 7B} & \multicolumn{2}{c}{XGen 7B} \\"
         in tex
     )
-    assert (
-        r" & LazyLLM & 6 & 25.00 (22.31) & 4.00 (2.34) & - (20.68) & - (2.65) \\" in tex
-    )  # its task stands above
+    # its task stands above
+    assert r" & LazyLLM & 6 & 25.00 (22.31) & 4.00 (2.34) & - (20.68) & - (2.65) \\" in tex
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,8 @@ def test_the_answers_kl_ranks_where_all_have_it(
     """A method may hit the first token's distribution and lose the answer after it; scores of few
     are noise."""
     lazy = {"answer_kl": 0.1, "gold_kl": 0.4, "kl": 0.2, "score": 0.1}
-    lazy = {
-        name: value for name, value in lazy.items() if name not in lacks
-    }  # one that lacks it is enough
+    # one that lacks it is enough
+    lazy = {name: value for name, value in lazy.items() if name not in lacks}
     static = {"answer_kl": 0.3, "gold_kl": 0.2, "kl": 0.4, "score": 0.9}
     runs = [
         stored([visit(row, "hops", **own) for row in (0, 1)], name, {"speedup": 2.0})
@@ -190,6 +189,5 @@ def test_effective_keep_by_task_and_length() -> None:
     }  # fmt: skip
     assert line(table.cells, task="single_doc_qa")["1-512 tokens"] == "-"
     silent = stored([visit(1, "hops", {"score": 0.0})])
-    assert (
-        effective_keep(Results([silent])).frame["keep"].isna().all()
-    )  # any share is near a baseline that scores 0
+    # any share is near a baseline that scores 0
+    assert effective_keep(Results([silent])).frame["keep"].isna().all()

@@ -23,10 +23,8 @@ def test_ttft_in_steps_and_its_share_of_the_time() -> None:
         "answer 1-4": "50.0", "answer 5-16": "12.5",  # 0.4 s of 0.8 s, 0.1 s of 0.8 s
     }  # fmt: skip
     baseline = line(table.cells, method="baseline")
-    assert (baseline["TTFT, % of the time"], baseline["TTFT, steps"]) == (
-        "80.0",
-        "4.0",
-    )  # 0.4 s, then 0.1 s
+    # 0.4 s, then 0.1 s
+    assert (baseline["TTFT, % of the time"], baseline["TTFT, steps"]) == ("80.0", "4.0")
 
 
 def test_step_cost_is_recovered_from_the_other_tasks() -> None:

@@ -70,9 +70,8 @@ def test_latex_takes_nothing_for_its_own() -> None:
         == r"a\_b \& 5 \% of \$3 \#1, \{2: 0.3\}, $\Delta$ $\pm$1"
     )
     assert latex("a\\b~c^d") == r"a\textbackslash{}b\textasciitilde{}c\textasciicircum{}d"
-    assert (
-        latex("[1, 2]") == "{[}1, 2]"
-    )  # at the beginning of a line, LaTeX would read it as a length
+    # at the beginning of a line, LaTeX would read it as a length
+    assert latex("[1, 2]") == "{[}1, 2]"
 
 
 def test_columns_show_values_with_their_intervals() -> None:

@@ -37,11 +37,8 @@ def claim(**values: Any) -> Claim:
         ("<= 100", [(100.0, 100.0, 100.0)], "holds"),
         ("> 1", [(0.5, NAN, NAN)], "undecided"),
         ("> 1", [(1.2, 1.1, 1.3), (1.0, 0.9, 1.1)], "undecided"),
-        (
-            "> 1",
-            [(1.2, 1.1, 1.3), (0.9, 0.8, 0.95)],
-            "does not hold",
-        ),  # one task is enough, whatever the mean
+        # one task is enough, whatever the mean
+        ("> 1", [(1.2, 1.1, 1.3), (0.9, 0.8, 0.95)], "does not hold"),
         ("> 1", [], "not run"),
     ],
 )
@@ -65,9 +62,8 @@ def test_a_reproduction_compares_the_interval_with_the_number(
 ) -> None:
     reproduction = claim(tolerance=tolerance, paper={"llama2": 23})
     assert reproduction.verdict([value], "llama2") == verdict
-    assert (
-        reproduction.verdict([value], "xgen") == reproduction.verdict([value], None) == "-"
-    )  # it has no number of it
+    # it has no number of it
+    assert reproduction.verdict([value], "xgen") == reproduction.verdict([value], None) == "-"
 
 
 def test_the_papers_own_values_agree() -> None:
@@ -143,10 +139,8 @@ def test_claims_of_time_by_hand() -> None:
         "Generation speedup (mean": 10.5 / 6,
     }.items():  # fmt: skip
         assert row(results, start)["value"] == pytest.approx(value), start
-    assert verdict(results, "Never slower") == (
-        6,
-        "does not hold",
-    )  # task by task: the mean of 1.75 hides it
+    # task by task: the mean of 1.75 hides it
+    assert verdict(results, "Never slower") == (6, "does not hold")
     assert verdict(results, "Faster to the first") == (6, "holds")
     assert verdict(results, "Prompt compression's") == (0, "not run")
     few = results_of(TABLE1, lambda *_: {"ttft_s": 0.2}, rows=1)
@@ -164,9 +158,8 @@ def test_of_groups_the_largest_that_can_decide_a_claim_counts() -> None:
     )
     for groups in ([whole, short, most], [most, short, whole]):
         assert [len(found) for found in sections(groups).values()] == [3]
-        assert row(groups, "TTFT speedup (mean", "llama2")["value"] == pytest.approx(
-            2
-        )  # the short one's
+        # the short one's
+        assert row(groups, "TTFT speedup (mean", "llama2")["value"] == pytest.approx(2)
         kept = row(groups, "Score kept, %", "llama2")
         assert (kept["value"], kept["lacking"]) == (pytest.approx(90), "")
         assert set(verdicts(*groups).frame["model"]) == {"llama2", "xgen"}
@@ -211,9 +204,8 @@ def test_another_setting_is_not_judged_as_table_1s() -> None:
 
 
 def test_what_was_run_without_a_number_cannot_be_seen() -> None:
-    found = row(
-        results_of(TABLE1, lambda *_: {"decode_step_s": None}), "Never slower"
-    )  # in batches
+    # in batches
+    found = row(results_of(TABLE1, lambda *_: {"decode_step_s": None}), "Never slower")
     assert (found["verdict"], found["lacking"]) == (
         "not run",
         "needs times of single steps: batch_size=1",
@@ -325,9 +317,8 @@ def test_part_of_an_experiment_decides_no_number(
         assert row(results, "Never slower", "llama2")["verdict"] == "not run"
 
 
-@pytest.mark.parametrize(
-    ("scores", "start"), [([1.0, 0.9, 1.0, 0.9], "95.0 ±"), ([1.0, 0.0], "?")]
-)  # 50 ±33
+# 50 ±33
+@pytest.mark.parametrize(("scores", "start"), [([1.0, 0.9, 1.0, 0.9], "95.0 ±"), ([1.0, 0.0], "?")])
 def test_share_of_the_score_is_no_number_if_it_is_hardly_known(
     scores: list[float], start: str
 ) -> None:
@@ -343,9 +334,8 @@ def test_share_of_the_score_is_no_number_if_it_is_hardly_known(
 
 def test_one_traced_prompt_decides_what_is_counted_on_it(tmp_path: Path) -> None:
     traced = with_traces(stored([visit(1, "hops")]), tmp_path, small_trace())
-    found = row(
-        Results([traced]), "Most prompt tokens"
-    )  # means of 0.4, 0.35 and 0.25: one of three below a third
+    # means of 0.4, 0.35 and 0.25: one of three below a third
+    found = row(Results([traced]), "Most prompt tokens")
     assert (found["parts"], found["value"], found["verdict"]) == (
         1,
         pytest.approx(100 / 3),

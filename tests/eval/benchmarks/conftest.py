@@ -1,20 +1,28 @@
 """Fixtures of suites."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from eval.benchmarks import downloads
+
+Split = tuple[str, str | None, str]  # repository, configuration, split
+
 
 @pytest.fixture
-def hub_rows(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str | None, str], list[dict[str, Any]]]:
-    """{(repository, configuration, split): rows}, filled by the test, for the package `datasets`; no hub answers."""
+def hub_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Split, list[dict[str, Any]]]]:
+    """Rows of the hub, filled by the test, as the package `datasets` has them in its cache."""
     import datasets
 
-    rows: dict[tuple[str, str | None, str], list[dict[str, Any]]] = {}
+    rows: dict[Split, list[dict[str, Any]]] = {}
 
-    def load_dataset(repository: str, configuration: str | None, split: str) -> datasets.Dataset:
-        return datasets.Dataset.from_list(rows[repository, configuration, split])
+    def load_dataset(name: str, configuration: str | None, split: str) -> datasets.Dataset:
+        if (name, configuration, split) not in rows:
+            raise ConnectionError(f"Couldn't reach {name}")
+        return datasets.Dataset.from_list(rows[name, configuration, split])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("eval.benchmarks.downloads.hub_is_reachable", lambda: False)
-    return rows
+    downloads.find_split.cache_clear()
+    yield rows
+    downloads.find_split.cache_clear()

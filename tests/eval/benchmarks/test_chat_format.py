@@ -10,47 +10,43 @@ from typing import Any
 import pytest
 from jinja2 import Environment
 
+from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import CHAT_FORMATS, chat_format, post_process
+from eval.compose import read
+from eval.run.check import chat_of
 from lazyllm.errors import UserError
 from lazyllm.models.tokenizers import load_tokenizer_of
 from lazyllm.spec import ModelSpec
-from tests.eval.benchmarks.test_prompts import QUESTION, prompt_of
-from tests.runs import run_of
+from tests.eval.benchmarks.loading import prompt_of
+from tests.eval.benchmarks.test_prompts import QUESTION
 
 TURNS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}<|end|>{% endfor %}"
 ASK = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 TEMPLATES = {
-    "llama3.1": "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
-    "<|system|>Today: {{ date_string }}" + TURNS + ASK,
-    "llama3.2": "{% if not date_string is defined %}{% if strftime_now is defined %}"
-    "{% set date_string = strftime_now('%d %b %Y') %}{% else %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+    "llama3.1": "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}"
     "{% endif %}<|system|>Today: {{ date_string }}" + TURNS + ASK,
+    "llama3.2": "{% if not date_string is defined %}{% if strftime_now is defined %}"
+    "{% set date_string = strftime_now('%d %b %Y') %}{% else %}"
+    "{% set date_string = '26 Jul 2024' %}{% endif %}{% endif %}"
+    "<|system|>Today: {{ date_string }}" + TURNS + ASK,
     "granite": "<|system|>Today's Date: {{ strftime_now('%B %d, %Y') }}." + TURNS + ASK,
-    "qwen3": TURNS + ASK + "{% if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}"
-    "<think></think>{% endif %}",
+    "qwen3": TURNS + ASK + "{% if add_generation_prompt and enable_thinking is defined "
+    "and enable_thinking is false %}<think></think>{% endif %}",
     "smollm3": "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
-    "{% set today = strftime_now('%d %B %Y') %}<|system|>Today Date: {{ today }}, {{ '/think' if enable_thinking else "
-    "'/no_think' }}" + TURNS + ASK,
-    "gemma": "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    + TURNS + ASK,
-    "mistral": "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{% set today = strftime_now('%d %B %Y') %}<|system|>Today Date: {{ today }}, "
+    "{{ '/think' if enable_thinking else '/no_think' }}" + TURNS + ASK,
+    "gemma": "{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}" + TURNS + ASK,
+    "mistral": "{{ bos_token }}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}"
-    "[INST] {{ m['content'] }}[/INST]{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}",
-    "qwen2.5": "{% if messages[0]['role'] != 'system' %}<im>system\nYou help.</im>\n{% endif %}{% for m in messages %}"
-    "{{ '<im>' + m['role'] + '\n' + m['content'] + '</im>\n' }}{% endfor %}"
+    "[INST] {{ m['content'] }}[/INST]{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}"
+    "{% endfor %}",
+    "qwen2.5": "{% if messages[0]['role'] != 'system' %}<im>system\nYou help.</im>\n{% endif %}"
+    "{% for m in messages %}{{ '<im>' + m['role'] + '\n' + m['content'] + '</im>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<im>assistant\n' }}{% endif %}",
-    "phi3.5": "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
-    "olmo2": "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% if not (loop.last and m['role'] == 'assistant') %}"
-    "{{ '\n' }}{% endif %}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}",
 }  # fmt: skip
 READ_THE_CLOCK = {"llama3.1", "llama3.2", "granite", "smollm3"}  # or are told the date
-
-
-@pytest.fixture(params=TEMPLATES)
-def template(request) -> str:
-    return request.param
 
 
 def tokenizer_with(template: str | None) -> Any:
@@ -60,39 +56,50 @@ def tokenizer_with(template: str | None) -> Any:
 
 
 def text_of(template: str, **settings: Any) -> str:
-    return prompt_of(QUESTION, tokenizer_with(template), chat=chat_format("auto", **settings)).text
+    chat = chat_format("auto", **settings)
+    return prompt_of(QUESTION, tokenizer_with(template), chat=chat).text
 
 
-def test_prompt_is_the_same_on_another_day(template: str, monkeypatch) -> None:
-    today = text_of(template)
-    assert "Who?" in today
-    monkeypatch.setattr(time, "time", lambda: 2e9)
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", None)  # whoever asks it for now() fails
-    assert text_of(template) == today
-    assert chat_format("auto").reads_clock(tokenizer_with(template)) == (template in READ_THE_CLOCK)
-    assert (text_of(template, today="2025-12-31") != today) == (template in READ_THE_CLOCK)
-
-
-@pytest.mark.parametrize(("preset", "expected"), [("llama2", False), ("llama2-base", False), ("qwen3-8b", True)])
-def test_presets_use_the_tokenizers_template_but_for_longbenchs_models(preset: str, expected: bool) -> None:
-    assert run_of(f"model={preset}").subject.chat.from_tokenizer == expected
-
-
-def test_prompt_is_the_templates_own_text_without_thoughts_and_with_its_date(template: str) -> None:
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_prompt_is_the_templates_own_text_without_thoughts_and_with_its_date(
+    template: str,
+) -> None:
     tokenizer = tokenizer_with(template)
-    given = {"enable_thinking": False, "date_string": "26 Jul 2024", "strftime_now": date(2024, 7, 26).strftime}
-    tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    given: dict[str, Any] = {"enable_thinking": False, "date_string": "26 Jul 2024"}
+    given |= {"strftime_now": date(2024, 7, 26).strftime}
+    given |= {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
     expected = Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATES[template])
     messages = [{"role": "user", "content": "Who?"}]
-    prompt = prompt_of(QUESTION, tokenizer, chat=chat_format("auto"))
-    assert prompt.text == expected.render(messages=messages, add_generation_prompt=True, **tokens, **given)
+    text = expected.render(messages=messages, add_generation_prompt=True, **given)
+    assert text_of(template) == text
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_prompt_is_the_same_on_another_day(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    today, reads_clock = text_of(template), template in READ_THE_CLOCK
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    # whoever asks it for now() fails
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", None)
+    assert text_of(template) == today
+    assert chat_format("auto").reads_clock(tokenizer_with(template)) == reads_clock
+    assert (text_of(template, today="2025-12-31") != today) == reads_clock
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"), [("llama2", False), ("llama2-base", False), ("qwen3-8b", True)]
+)
+def test_presets_use_the_tokenizers_template_but_for_longbenchs_models(
+    preset: str, expected: bool
+) -> None:
+    config = read([f"model={preset}"])
+    assert chat_of(config, SUITES["longbench"]).from_tokenizer == expected
 
 
 def test_repr_of_a_format_is_the_one_in_hashes_of_rows() -> None:
     """The hash of needle rows includes the chat format's `repr`, which stored runs contain."""
     assert repr(CHAT_FORMATS["llama2"]) == (
-        "ChatFormat(before='[INST]', after='[/INST]', from_tokenizer=False, or_none=False, args={}, system=None, "
-        "today='2024-07-26', thinking_tokens=0, strip=False, delete='')"
+        "ChatFormat(before='[INST]', after='[/INST]', from_tokenizer=False, or_none=False, "
+        "args={}, system=None, today='2024-07-26', thinking_tokens=0, strip=False, delete='')"
     )
 
 
@@ -108,16 +115,18 @@ def test_date_can_be_set_and_thinking_is_off_unless_it_is_given_tokens() -> None
 
 
 def test_system_prompt_comes_first() -> None:
-    assert text_of("qwen3", system="Be brief.").startswith("<|system|>Be brief.<|end|><|user|>Who?")
-    with pytest.raises(UserError, match=r"refuses the messages \(System role not supported\): see model.system"):
+    text = text_of("qwen3", system="Be brief.")
+    assert text.startswith("<|system|>Be brief.<|end|><|user|>Who?")
+    reason = r"refuses the messages \(System role not supported\): see model.system"
+    with pytest.raises(UserError, match=reason):
         text_of("gemma", system="Be brief.")
 
 
 def test_null_format_is_the_tokenizers_template_or_none() -> None:
-    chat, bare = chat_format(None), tokenizer_with(None)
+    chat, bare, own = chat_format(None), tokenizer_with(None), tokenizer_with("qwen3")
     assert prompt_of(QUESTION, bare, chat=chat) == prompt_of(QUESTION, bare)
-    own = tokenizer_with("qwen3")
-    assert prompt_of(QUESTION, own, chat=chat) == prompt_of(QUESTION, own, chat=chat_format("auto"))
+    auto = prompt_of(QUESTION, own, chat=chat_format("auto"))
+    assert prompt_of(QUESTION, own, chat=chat) == auto
 
 
 @pytest.mark.parametrize(
@@ -135,8 +144,9 @@ def test_null_format_is_the_tokenizers_template_or_none() -> None:
 )
 def test_answers_are_cleaned_by_format(chat: str, text: str, expected: str) -> None:
     thinking = chat_format("auto", thinking_tokens=100)
-    assert post_process(text, thinking if chat == "thinking" else CHAT_FORMATS[chat]) == expected
-    assert post_process("4", thinking, chat_wrap=False) == "4"  # the prompt did not ask it to think
+    form = thinking if chat == "thinking" else CHAT_FORMATS[chat]
+    assert post_process(text, form) == expected
+    assert post_process("4", thinking, chat_wrap=False) == "4"  # it was not told to think
 
 
 @pytest.mark.parametrize(
@@ -148,6 +158,6 @@ def test_answers_are_cleaned_by_format(chat: str, text: str, expected: str) -> N
         ("auto", {"today": "tomorrow"}, "model.today=tomorrow: expected a date, YYYY-MM-DD"),
     ],
 )
-def test_chat_format_refuses_bad_settings(name: str, settings: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         chat_format(name, **settings)

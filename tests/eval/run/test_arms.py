@@ -242,10 +242,8 @@ def test_shares_of_the_depth_become_layers_in_records() -> None:
         assert shares.at(Depth.of(config)).canonical() == {"name": "lazy", "schedule": layers}
     for config, layer in ((LLAMA2, 2), (gemma3, 6)):
         solved = arm("a", "static_pruning", speedup=1.5).at(Depth.of(config))
-        assert solved.canonical() == {
-            "name": "static_pruning",
-            "layer": layer,
-        }  # the speedup gives keep
+        # the speedup gives keep
+        assert solved.canonical() == {"name": "static_pruning", "layer": layer}
         method: Any = solved.method(QA, config, None, None, None)
         assert method == StaticPruning(layer, method.keep)
 

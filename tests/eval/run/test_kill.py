@@ -30,7 +30,6 @@ def test_killed_run_ends_as_if_it_had_not_been(rows: int) -> None:
     counts = json.loads(done.stdout)
     print(counts)
     assert counts["kills"] == KILLS
-    assert (
-        counts["half_lines"] >= 2
-    )  # every other kill is in the middle of a write, though not always a record's
+    # every other kill is in the middle of a write, though not always a record's
+    assert counts["half_lines"] >= 2
     assert counts["runs"] >= 1

@@ -31,12 +31,8 @@ OF_PAIRS = (  # measured beside the baseline's answer
     "answer_log_likelihood",
     "gold_kl", "gold_log_likelihood",
 )  # fmt: skip
-COMPARED = (
-    "score",
-    "kv_bytes",
-    "aux_bytes",
-    "peak_memory_bytes",
-)  # values that stand beside the baseline's
+# values that stand beside the baseline's
+COMPARED = ("score", "kv_bytes", "aux_bytes", "peak_memory_bytes")
 BESIDE = ("cache_ratio", "peak_ratio", "reference_score", "score_difference", "relative_score")
 PLAIN = (
     "score", "rouge_l", "ttft_s", "scoring_s", "scoring_tokens", "total_s", "step_s",

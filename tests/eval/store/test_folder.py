@@ -273,9 +273,8 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / "file" / "run")
 
 
-FEW = settings(
-    max_examples=settings().max_examples // 4
-)  # for tests that write files or long values
+# for tests that write files or long values
+FEW = settings(max_examples=settings().max_examples // 4)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: (

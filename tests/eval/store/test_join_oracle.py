@@ -60,9 +60,8 @@ def test_a_dataset() -> None:
     assert found["kl"][0] == 0.5
     assert found["score_difference"][0] == pytest.approx(33.33 - 25)
     assert found["relative_score"][0] == pytest.approx(100 * 33.33 / 25)
-    assert (
-        found["pct_prompt_tokens_computed"][0] == 75
-    )  # 100 and 50 of 100 tokens in two layers each
+    # 100 and 50 of 100 tokens in two layers each
+    assert found["pct_prompt_tokens_computed"][0] == 75
     assert found["total_s"][0] == pytest.approx(1.1)
     assert all(math.isnan(end) for end in found["score"][1:])  # fewer than five examples
     assert rows["all"]["score"][0] == found["score"][0]
@@ -101,10 +100,8 @@ def test_a_dataset_with_one_example_draws_from_its_task() -> None:
 
 def test_answers_are_compared_at_equal_length() -> None:
     long: dict[str, Any] = {"ttft_s": 1.0, "decode_step_s": [1.0] * 9}  # the baseline's ten tokens
-    short = {
-        "ttft_s": 0.5,
-        "decode_step_s": [1.0, 1.5],
-    }  # three tokens, which take the baseline 3 s too
+    # three tokens, which take the baseline 3 s too
+    short = {"ttft_s": 0.5, "decode_step_s": [1.0, 1.5]}
     found = values_of(visit(1, baseline=long, **short))["dataset hotpotqa"]
     assert found["generation_speedup"][0] == pytest.approx(10 / 3)
     assert found["equal_length_speedup"][0] == 1
@@ -162,11 +159,8 @@ def test_seeds_are_one_example() -> None:
 def test_an_arm_that_failed_and_came_back() -> None:
     first = visit(1, arms={"baseline": answer(score=0.5, ttft_s=9.0), "lazy": FAILED})
     again = visit(1, baseline={"score": 0.0, "ttft_s": 3.0}, score=1.0, ttft_s=1.0)
-    visits = [
-        first,
-        again,
-        visit(1, baseline=None, score=0.0, ttft_s=50.0),
-    ]  # a second answer counts for nothing
+    # a second answer counts for nothing
+    visits = [first, again, visit(1, baseline=None, score=0.0, ttft_s=50.0)]
     lazy, baseline = (
         values_of(*visits, method=name)["dataset hotpotqa"] for name in ("lazy", "baseline")
     )
@@ -356,6 +350,5 @@ def test_the_table_of_a_run_is_the_oracles(seed: int) -> None:
         assert row["failed"] == sum(oracle.failed_of(run, labels, one) for one in within)
         if level.startswith("dataset"):
             zeroed = oracle.score_failed_as_zero(run, labels, row["name"])
-            assert row["score_failed_as_zero"] == pytest.approx(
-                zeroed, abs=0.006
-            )  # rounded as scores are
+            # rounded as scores are
+            assert row["score_failed_as_zero"] == pytest.approx(zeroed, abs=0.006)

@@ -302,10 +302,8 @@ def test_a_setting_is_named_by_its_speedup_and_hyperparameters() -> None:
             solved={"hotpotqa": {"keep": 0.3}},
         )
         arm, row = run.arms["lazy"], run.rows.iloc[1]
-        assert (arm.speedup, arm.values) == (
-            speedup,
-            {"speedup": speedup, "layer": 2},
-        )  # what was solved for is not named
+        # what was solved for is not named
+        assert (arm.speedup, arm.values) == (speedup, {"speedup": speedup, "layer": 2})
         assert (arm.label, row["label"], row["speedup"]) == (label, label, speedup)
         assert json.loads(row["settings"]) == arm.values
 

@@ -1,4 +1,6 @@
-"""Methods that each break one rule, found by the check of that rule; and the command that reports it."""
+"""Methods that each break one rule, found by the check of that rule; and the command that
+reports it.
+"""
 
 import re
 from dataclasses import dataclass
@@ -47,7 +49,11 @@ class Remembers(Halves):
 
 def given(base: type, **body: Any) -> Any:
     """A method whose hooks return these values, whatever they get."""
-    hooks = {name: (lambda *_, value=value: value) for name, value in body.items() if callable(getattr(base, name))}
+    hooks = {
+        name: (lambda *_, value=value: value)
+        for name, value in body.items()
+        if callable(getattr(base, name))
+    }
     return type("Given", (base,), body | hooks)()
 
 
@@ -87,24 +93,46 @@ def test_each_rule_finds_the_method_that_breaks_it() -> None:
     ("method", "rule"),
     [
         (choosing(5, 3, 29), "halves: selected 5 before 3: expected ascending indices, each once"),
-        (choosing(3, 30), "halves: selected 3 to 30: expected indices of 30 tokens"),  # torch: IndexError
+        # torch: IndexError
+        (choosing(3, 30), "halves: selected 3 to 30: expected indices of 30 tokens"),
         (choosing(3, 28), "halves: dropped the newest of 30 tokens: expected it to be kept"),
         (choosing(), "halves: selected 0 of 30 tokens: expected at least one"),
-        (given(Halves, score=[0.5] * 30), "halves: scored [] of list: expected a tensor of 30 floating-point numbers"),
+        (
+            given(Halves, score=[0.5] * 30),
+            "halves: scored [] of list: expected a tensor of 30 floating-point numbers",
+        ),
         (
             given(Halves, score=torch.arange(30)),
             "halves: scored [30] of torch.int64: expected a tensor of 30 floating-point",
         ),
-        (given(Halves, score=torch.ones(1, 30)), "halves: scored [1, 30] of torch.float32: expected a tensor of 30"),
-        (storing([[3, 1], [0, 2]]), "halves: selected 3 before 1: expected ascending indices, each once"),
+        (
+            given(Halves, score=torch.ones(1, 30)),
+            "halves: scored [1, 30] of torch.float32: expected a tensor of 30",
+        ),
+        (
+            storing([[3, 1], [0, 2]]),
+            "halves: selected 3 before 1: expected ascending indices, each once",
+        ),
         (storing([[1, 2], [0, 30]]), "halves: selected 0 to 30: expected indices of 30 tokens"),
         (storing([[1, 2]] * 3), "halves: selected [3, 2] of torch.int64: expected indices [2, k]"),
-        (storing([[1, 2]] * 2, True), "halves: store keeps other tokens in each key head: write forget = Fal"),
-        (given(Halves, select=torch.arange(16, 30)), "halves: selected 14 of 30 tokens: expected 15, as it declares"),
+        (
+            storing([[1, 2]] * 2, True),
+            "halves: store keeps other tokens in each key head: write forget = Fal",
+        ),
+        (
+            given(Halves, select=torch.arange(16, 30)),
+            "halves: selected 14 of 30 tokens: expected 15, as it declares",
+        ),
         (selecting(2.0, 4.0, 9.0), "selected: selected [3] of torch.float32: expected indices [k]"),
-        (selecting(4, 4, 9), "selected: selected 4 before 4: expected ascending indices, each once"),
+        (
+            selecting(4, 4, 9),
+            "selected: selected 4 before 4: expected ascending indices, each once",
+        ),
         (selecting(-1, 4, 9), "selected: selected -1 to 9: expected indices of 30 tokens"),
-        (selecting(2, 4, 9, 11), "selected: selected 4 of 30 tokens: expected 3, as it declares (adaptive = "),
+        (
+            selecting(2, 4, 9, 11),
+            "selected: selected 4 of 30 tokens: expected 3, as it declares (adaptive = ",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -122,20 +150,28 @@ def test_generate_takes_selections_within_the_rules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "setting", "counts"), [(Prune, "layer=2", "40, 40, 20, 20"), (Select, "layers=2", "20, 20, 20, 20")]
+    ("base", "setting", "counts"),
+    [(Prune, "layer=2", "40, 40, 20, 20"), (Select, "layers=2", "20, 20, 20, 20")],
 )
-def test_docstring_examples_pass_the_command(base: type, setting: str, counts: str, monkeypatch, capsys) -> None:
+def test_docstring_examples_pass_the_command(
+    base: type, setting: str, counts: str, monkeypatch, capsys
+) -> None:
     kind = example_of(base)
     monkeypatch.setattr(command, "MODELS", {"llama": command.MODELS["llama"]})
     monkeypatch.setitem(METHODS, "example", kind)
     assert command.main(["example", setting]) == 0
     first, *others = capsys.readouterr().out.splitlines()
-    assert first == f"{kind.__name__}({setting}, keep=0.5): tokens computed in each layer, of 40: {counts}"
+    assert (
+        first
+        == f"{kind.__name__}({setting}, keep=0.5): tokens computed in each layer, of 40: {counts}"
+    )
     assert [line[:3] for line in others] == ["ok "] * 5 + ["all"]
     monkeypatch.setattr(kind, "target_parameter", None)
     assert command.main(["example", setting]) == 1
     told, failed = capsys.readouterr().out.splitlines()[-6::5]
-    assert re.match("failed  llama: keeping every token .* declare what keeps all: target_parameter = KEY", told)
+    assert re.match(
+        "failed  llama: keeping every token .* declare what keeps all: target_parameter = KEY", told
+    )
     assert failed == "1 failed"
 
 
@@ -163,12 +199,27 @@ class Faulty({base}):
             "{2: self.keep * n}",
             r"a group of layers has 20.0 prompt tokens: expected a whole number",
         ),
-        ("Prune", "kept(self, depth, n)", "{2: n + 3}", r"declares \[40, 40, 43, 43\] .* none above the one before"),
-        ("Prune", "kept(self, depth, n)", "{0: 3}", "faulty prunes after layer 0, but layers count from 1"),
+        (
+            "Prune",
+            "kept(self, depth, n)",
+            "{2: n + 3}",
+            r"declares \[40, 40, 43, 43\] .* none above the one before",
+        ),
+        (
+            "Prune",
+            "kept(self, depth, n)",
+            "{0: 3}",
+            "faulty prunes after layer 0, but layers count from 1",
+        ),
         ("Prune", "kept(self, depth, n)", "[2, 3]", r"AttributeError: 'list' .*\.py:\d+"),
         ("Prune", "kept(self, n)", "{2: 3}", r"TypeError: .*kept\(\) takes 2"),
         ("Prune", "__post_init__(self)", "nowhere", r"NameError: .*'nowhere' .*\(faulty\.py:12\)"),
-        ("Method", "groups(self, depth, n)", "[]", r"declares \[\] tokens in the layers: expected 4"),
+        (
+            "Method",
+            "groups(self, depth, n)",
+            "[]",
+            r"declares \[\] tokens in the layers: expected 4",
+        ),
         ("Method", "groups(self, depth, n)", "[Group(range(2), n)]", r"declares \[40, 40\]"),
         (
             "Method",
@@ -178,7 +229,9 @@ class Faulty({base}):
         ),
     ],
 )
-def test_command_refuses_a_declaration_that_cannot_be(base: str, hook: str, value: str, message: str, tmp_path) -> None:
+def test_command_refuses_a_declaration_that_cannot_be(
+    base: str, hook: str, value: str, message: str, tmp_path
+) -> None:
     file = tmp_path / "faulty.py"
     file.write_text(_FAULTS.format(base=base, hook=hook, value=value))
     with pytest.raises(UserError, match=f"^method.*{message}"):
@@ -187,14 +240,20 @@ def test_command_refuses_a_declaration_that_cannot_be(base: str, hook: str, valu
 
 def test_layers_that_run_before_the_prefill_must_cost_something() -> None:
     kind = type("CostsNothing", (example_of(Select),), {"scoring_flops": Select.scoring_flops})
-    with pytest.raises(AssertionError, match=r"scoring_flops\(config, n\) is 0: declare what it costs"):
+    with pytest.raises(
+        AssertionError, match=r"scoring_flops\(config, n\) is 0: declare what it costs"
+    ):
         invariants.counts_what_it_computes(MODEL, kind(2), PROMPT)
 
 
 @pytest.mark.parametrize("name", command.MODELS)
 def test_models_of_the_command_decide_selections(name: str) -> None:
-    """A correct method passes every check; its selection is not accidental, as another order selects other tokens."""
+    """A correct method passes every check; its selection is not accidental, as another order
+    selects other tokens.
+    """
     model = command.random_model(name, "float64")
     invariants.can_keep_everything(model, Halves(), PROMPT)
-    there, back = (lazyllm.generate(model, prompt, Halves(0.1), 1, ()) for prompt in (PROMPT, PROMPT[::-1]))
+    there, back = (
+        lazyllm.generate(model, prompt, Halves(0.1), 1, ()) for prompt in (PROMPT, PROMPT[::-1])
+    )
     assert there.selected != back.selected

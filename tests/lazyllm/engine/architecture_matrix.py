@@ -1,4 +1,6 @@
-"""Architecture x method x (dtype, attention implementation): cells in which all pairs meet, and a cell's checks."""
+"""Architecture x method x (dtype, attention implementation): cells in which all pairs meet, and
+a cell's checks.
+"""
 
 import contextlib
 import random
@@ -22,11 +24,22 @@ from lazyllm.engine.generation import Generation, Greedy, answer
 from lazyllm.methods import Method
 from tests.helpers import TOLERANCE
 from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS
-from tests.reference import VARIANTS, ReferenceOutput, attention_of, casts_in_float64, random_model, random_variant
+from tests.reference import (
+    VARIANTS,
+    ReferenceOutput,
+    attention_of,
+    casts_in_float64,
+    random_model,
+    random_variant,
+)
 
 # (dtype, attention implementation); FlashAttention supports half precision only
 COLUMNS = [
-    *((dtype, attention) for dtype in ("float64", "float32", "bfloat16", "float16") for attention in ("sdpa", "eager")),
+    *(
+        (dtype, attention)
+        for dtype in ("float64", "float32", "bfloat16", "float16")
+        for attention in ("sdpa", "eager")
+    ),
     ("bfloat16", "flash_attention_2"),
     ("float16", "flash_attention_2"),
 ]
@@ -49,17 +62,23 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """Each architecture with each method in float64, and in another column; those take turns, so each meets all."""
+    """Each architecture with each method in float64, and in another column; those take turns, so
+    each meets all.
+    """
     for row, architecture in enumerate(VARIANTS):
         exact = ("float64", attention_of(architecture))
-        others = [column for column in COLUMNS if column != exact and is_offered(architecture, column[1])]
+        others = [
+            column for column in COLUMNS if column != exact and is_offered(architecture, column[1])
+        ]
         for number, method in enumerate(LISTED):
             for column in (exact, others[(row + number) % len(others)]):
                 yield Cell(architecture, method, *column)
 
 
 def is_offered(architecture: str, attention: str) -> bool:
-    """transformers refuses to build a model whose attention is capped with SDPA, which could not cap it."""
+    """transformers refuses to build a model whose attention is capped with SDPA, which could not
+    cap it.
+    """
     return not (attention == "sdpa" and architecture == "gemma2")
 
 
@@ -67,13 +86,21 @@ def check(cell: Cell) -> None:
     """Raise AssertionError if the cell does not behave as docs/architectures.md says."""
     with _opened(cell) as model:
         pruning = ROWS[cell.method].pruning
-        expected_tokens, expected_logits = _by_transformers(cell.architecture, cell.dtype, cell.attention)
+        expected_tokens, expected_logits = _by_transformers(
+            cell.architecture, cell.dtype, cell.attention
+        )
         found = lazyllm.generate(model, PROMPT, KEEPING[cell.method], STEPS, ())
         if rows_round_alike(getattr(torch, cell.dtype)):
-            assert torch.equal(found.first_logits, expected_logits), "first logits with everything kept"
+            assert torch.equal(found.first_logits, expected_logits), (
+                "first logits with everything kept"
+            )
         else:
             torch.testing.assert_close(found.first_logits, expected_logits, rtol=0.01, atol=0.001)
-        if cell.dtype in ("float64", "float32") or cell.attention != "sdpa" or grouped_heads_round_as_others():
+        if (
+            cell.dtype in ("float64", "float32")
+            or cell.attention != "sdpa"
+            or grouped_heads_round_as_others()
+        ):
             assert found.token_ids == expected_tokens, "tokens with everything kept"
         assert found.pct_prompt_tokens_computed == 100
 
@@ -102,8 +129,8 @@ def check(cell: Cell) -> None:
 def rows_round_alike(dtype: torch.dtype) -> bool:
     """Whether one row's product has the same bits on this CPU whatever the stride of its rows.
 
-    transformers takes the last row of many to the head, we run it alone. Processors with instructions for float16 take
-    other kernels for these.
+    transformers takes the last row of many to the head, we run it alone. Processors with
+    instructions for float16 take other kernels for these.
     """
     rows = torch.randn(1, 18, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = torch.randn(10_000, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -113,10 +140,11 @@ def rows_round_alike(dtype: torch.dtype) -> bool:
 
 @lru_cache
 def grouped_heads_round_as_others() -> bool:
-    """Whether SDPA on this CPU gives a step's 16-bit bits by one kernel, with `enable_gqa` and without.
+    """Whether SDPA on this CPU gives a step's 16-bit bits by one kernel, with `enable_gqa` and
+    without.
 
-    torch 2.7 takes its unfused kernel with `enable_gqa`, which transformers sets. Our steps put a group's queries side
-    by side instead.
+    torch 2.7 takes its unfused kernel with `enable_gqa`, which transformers sets. Our steps put a
+    group's queries side by side instead.
     """
     random = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 1, 16, generator=random).bfloat16()
@@ -147,9 +175,15 @@ def answer_of(
 
 
 def assert_same(
-    model: PreTrainedModel, prompt: Sequence[int], method: Method, steps: int, expected: ReferenceOutput
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    method: Method,
+    steps: int,
+    expected: ReferenceOutput,
 ) -> lazyllm.Generation:
-    """Answer, and raise AssertionError if the answer, its counts or the bytes held are not those of a reference."""
+    """Answer, and raise AssertionError if the answer, its counts or the bytes held are not those
+    of a reference.
+    """
     found, logits = answer_of(model, method, prompt, steps)
     assert expected.margin > TOLERANCE, "something is decided by rounding"
     assert found.token_ids == expected.token_ids
@@ -171,7 +205,8 @@ def by_reference(architecture: str, dtype: str, method: str) -> ReferenceOutput:
 
 @lru_cache(maxsize=len(COLUMNS))
 def _model(architecture: str, dtype: str, attention: str) -> PreTrainedModel:
-    own = "eager" if attention == "flash_attention_2" else attention  # which is not installed: see `flash_stand_in`
+    # which is not installed: see `flash_stand_in`
+    own = "eager" if attention == "flash_attention_2" else attention
     model = random_variant(architecture, 3, own, getattr(torch, dtype))
     model.config._attn_implementation = attention
     return model
@@ -179,7 +214,9 @@ def _model(architecture: str, dtype: str, attention: str) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def _opened(cell: Cell) -> Iterator[PreTrainedModel]:
-    """The cell's model, checked as at start-up; if its dtype is float64, it computes in float64 throughout."""
+    """The cell's model, checked as at start-up; if its dtype is float64, it computes in float64
+    throughout.
+    """
     with contextlib.ExitStack() as stack:
         if cell.dtype == "float64":
             stack.enter_context(casts_in_float64())
@@ -192,13 +229,22 @@ def _opened(cell: Cell) -> Iterator[PreTrainedModel]:
 
 
 @lru_cache(maxsize=len(COLUMNS))
-def _by_transformers(architecture: str, dtype: str, attention: str) -> tuple[list[int], torch.Tensor]:
-    """Tokens of `model.generate` and the logits of `model(...)` for the first. To be called within `_opened`."""
+def _by_transformers(
+    architecture: str, dtype: str, attention: str
+) -> tuple[list[int], torch.Tensor]:
+    """Tokens of `model.generate` and the logits of `model(...)` for the first. To be called
+    within `_opened`.
+    """
     model: Any = _model(architecture, dtype, attention)
     prompt = torch.tensor([PROMPT])
     with torch.inference_mode():
         tokens = model.generate(
-            prompt, max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True
+            prompt,
+            max_new_tokens=STEPS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            use_cache=True,
         )
         # a second prompt starts afresh, even if the RoPE has grown with the first one
         logits = model(prompt, logits_to_keep=1).logits[0, -1]
@@ -209,13 +255,18 @@ def _by_transformers(architecture: str, dtype: str, attention: str) -> tuple[lis
 def flash_stand_in() -> Iterator[None]:
     """In place of FlashAttention 2, which needs a GPU: its conventions, computed by PyTorch.
 
-    Causal over the slots, aligned at the end; `sliding_window` counted in slots; `softcap`; no masks.
+    Causal over the slots, aligned at the end; `sliding_window` counted in slots; `softcap`; no
+    masks.
     """
 
-    def flash(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    def flash(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+    ) -> Any:
         assert attention_mask is None
         positions = kwargs.get("position_ids", torch.arange(1))
-        assert (positions.diff() == 1).all()  # transformers treats gaps in positions as packed sequences
+        assert (
+            positions.diff() == 1
+        ).all()  # transformers treats gaps in positions as packed sequences
         assert module.config._attn_implementation == "flash_attention_2"
         m, s = query.shape[2], key.shape[2]
         age = torch.arange(s - m, s)[:, None] - torch.arange(s)
@@ -241,7 +292,9 @@ def flash_stand_in() -> Iterator[None]:
 def drawn(
     architecture: str, seed: int, rng: random.Random, patch: pytest.MonkeyPatch
 ) -> tuple[PreTrainedModel, dict[int, float]]:
-    """A model of 2 to 6 layers and a schedule; from which number of queries and size of a block on routes part."""
+    """A model of 2 to 6 layers and a schedule; from which number of queries and size of a block
+    on routes part.
+    """
     patch.setattr(kernels, "SORTED_ON_CPU", rng.choice([0, 4, 96]))
     patch.setattr(kernels, "SPLIT_ON_CPU", rng.choice([1, 100, 2**22]))
     layers = rng.randint(2, 6)

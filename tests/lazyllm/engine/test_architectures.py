@@ -37,11 +37,19 @@ from tests.reference import (
 
 # Refused models: model type, settings in addition to `SMALL`, and a part of the message
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "GPT-2": ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97}, "is not built like a Llama"),
+    "GPT-2": (
+        "gpt2",
+        {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97},
+        "is not built like a Llama",
+    ),
     "Mamba": ("mamba", {}, "is not built like a Llama"),
     "Jamba": ("jamba", {}, "is not built like a Llama"),
     "LFM2 (convolutions)": ("lfm2", {}, "is not built like a Llama"),
-    "Qwen3-Next (linear attention)": ("qwen3_next", {"num_experts": 4}, "layers of type linear_attention"),
+    "Qwen3-Next (linear attention)": (
+        "qwen3_next",
+        {"num_experts": 4},
+        "layers of type linear_attention",
+    ),
     "MiniMax (linear attention)": ("minimax", {}, "layers of type linear_attention"),
     "Granite 4 hybrid (Mamba)": ("granitemoehybrid", {}, "layers of type linear_attention"),
     "Llama 4 (chunked attention)": ("llama4_text", {}, "layers of type chunked_attention"),
@@ -63,7 +71,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def refusal_of(name: str) -> str:
     """The message that refuses a model of `REFUSED` at start-up; "" if it is not refused."""
     kind, own, _ = REFUSED[name]
-    common = {key: value for key, value in SMALL.items() if key != "rope_parameters"}  # of which each kind has its own
+    # of which each kind has its own
+    common = {key: value for key, value in SMALL.items() if key != "rope_parameters"}
     config = AutoConfig.for_model(kind, **(({} if kind == "gpt2" else common) | own))
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -85,13 +94,17 @@ BASES = [
 
 
 def is_slow(cell: Cell) -> bool:
-    """float64 shows what is exact, by one attention implementation: LazyLLM in all, each other method in one."""
+    """float64 shows what is exact, by one attention implementation: LazyLLM in all, each other
+    method in one.
+    """
     exact = (cell.dtype, cell.attention) == ("float64", attention_of(cell.architecture))
     kind = KINDS[[*LISTED].index(cell.method) % len(KINDS)]
     return not exact or not (cell.architecture == kind or cell.method in ("baseline", "lazy"))
 
 
-CELLS = [pytest.param(cell, marks=[pytest.mark.slow] * is_slow(cell), id=str(cell)) for cell in cells()]
+CELLS = [
+    pytest.param(cell, marks=[pytest.mark.slow] * is_slow(cell), id=str(cell)) for cell in cells()
+]
 
 
 @pytest.mark.parametrize("cell", [*CELLS, *(pytest.param(cell, id=str(cell)) for cell in BASES)])
@@ -114,7 +127,10 @@ def test_reference_is_transformers_forward(variant: str) -> None:
 def test_random_lengths_and_schedules(variant: str, seed: int) -> None:
     rng = random.Random(f"{variant} {seed}")
     model = random_variant(variant, seed, attention_of(variant))
-    schedule = {layer: rng.choice([0.1, 0.3, 0.5, 0.8]) for layer in sorted(rng.sample(range(1, 5), rng.randint(1, 3)))}
+    schedule = {
+        layer: rng.choice([0.1, 0.3, 0.5, 0.8])
+        for layer in sorted(rng.sample(range(1, 5), rng.randint(1, 3)))
+    }
     prompt = rng.choices(range(VOCABULARY), k=rng.choice([2, WINDOW + 2, 21, 33]))
     if "LongRoPE" in variant and len(prompt) < 17:
         prompt *= 9
@@ -129,7 +145,9 @@ def test_lengths_at_which_a_longrope_changes_are_refused() -> None:
     assert len(lazyllm.generate(model, list(range(17)), Lazy({2: 0.5}), 6, ()).token_ids) == 6
     # the last new token is not run
     assert len(lazyllm.generate(model, list(range(10)), Lazy({2: 0.5}), 7, ()).token_ids) == 7
-    with pytest.raises(ValueError, match="beyond 16 tokens, and 10 prompt tokens with up to 8 new ones would"):
+    with pytest.raises(
+        ValueError, match="beyond 16 tokens, and 10 prompt tokens with up to 8 new ones would"
+    ):
         lazyllm.generate(model, list(range(10)), Lazy({2: 0.5}), 8, ())
     # the prompt that the model sees counts
     assert len(lazyllm.generate(model, list(range(17)), RandomDrop(0.5), 3, ()).token_ids) == 3
@@ -146,12 +164,15 @@ def test_growing_rope_begins_anew_with_every_prompt() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_surroundings_are_the_models_own_and_leave_it_as_it_was(variant: str) -> None:
-    """What the first layer is given and what the head returns, against hooks on a run of the model itself."""
+    """What the first layer is given and what the head returns, against hooks on a run of the
+    model itself.
+    """
     model: Any = random_variant(variant, 0, attention_of(variant), torch.float32)
     token_ids, given, normed = torch.arange(9), list[dict[str, Any]](), list[torch.Tensor]()
     hooks = [
         layer.register_forward_pre_hook(
-            lambda _, args, kwargs: given.append({"hidden_states": args[0]} | kwargs), with_kwargs=True
+            lambda _, args, kwargs: given.append({"hidden_states": args[0]} | kwargs),
+            with_kwargs=True,
         )
         for layer in model.model.layers
     ]
@@ -167,7 +188,9 @@ def test_surroundings_are_the_models_own_and_leave_it_as_it_was(variant: str) ->
         assert torch.equal(surroundings.logits(normed[0]), logits)
     assert torch.equal(hidden, given[0]["hidden_states"])
     for ours, theirs in zip(calls, given, strict=True):
-        for own, expected in zip(ours["position_embeddings"], theirs["position_embeddings"], strict=True):
+        for own, expected in zip(
+            ours["position_embeddings"], theirs["position_embeddings"], strict=True
+        ):
             assert torch.equal(own, expected)
     kinds = len({id(call["position_embeddings"]) for call in calls})
     assert kinds == (2 if variant == "gemma3" else 1)
@@ -206,7 +229,9 @@ def name_a_window(model: Any) -> None:
 
 
 def share_attention(model: Any) -> None:
-    model.model.layers[3].self_attn = model.model.layers[2].self_attn  # whose K and V it then shares
+    model.model.layers[3].self_attn = model.model.layers[
+        2
+    ].self_attn  # whose K and V it then shares
 
 
 @pytest.mark.parametrize(
@@ -218,7 +243,9 @@ def share_attention(model: Any) -> None:
         (share_attention, "other logits than the model"),
     ],
 )
-def test_changed_model_is_refused_at_its_first_generation(change: Callable[[Any], None], message: str) -> None:
+def test_changed_model_is_refused_at_its_first_generation(
+    change: Callable[[Any], None], message: str
+) -> None:
     model = _llama()
     change(model)
     with pytest.raises(UserError, match=message):
@@ -258,16 +285,23 @@ def test_flops_are_those_that_run(variant: str) -> None:
     shape = LayerShape.of(model.config)
     windows = windows_of(model.config)
     pairs = [
-        sum(1 for query in range(m) for key in range(m) if key <= query and (window is None or query - key < window))
+        sum(
+            1
+            for query in range(m)
+            for key in range(m)
+            if key <= query and (window is None or query - key < window)
+        )
         for m, window in zip(tokens, windows, strict=True)
     ]
     layers = sum(m * shape.linear_flops for m in tokens) + 2 * shape.width * VOCABULARY
     assert prefill_flops(model.config, tokens) == layers + sum(pairs) * shape.pair_flops
-    # eager attention computes every pair of a block in a window, else every pair; the pruning layer the row of Eq. 1
+    # eager attention computes every pair of a block in a window, else every pair; the pruning layer
+    # the row of Eq. 1
     every_pair = sum(m * m for m in tokens) * shape.pair_flops
     attention = counter.get_total_flops() - layers - tokens[1] * shape.pair_flops // 2
     least = every_pair if set(windows) == {None} else sum(pairs) * shape.pair_flops
-    assert least <= attention <= every_pair + 0.01 * layers  # cos and sin are a product in some models
+    # cos and sin are a product in some models
+    assert least <= attention <= every_pair + 0.01 * layers
 
 
 def test_docs_list_the_architectures_of_the_matrix_and_the_refusals() -> None:

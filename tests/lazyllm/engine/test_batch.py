@@ -1,4 +1,6 @@
-"""Batched generations against the same alone, and against the slow reference of `tests/reference.py`, in float64."""
+"""Batched generations against the same alone, and against the slow reference of
+`tests/reference.py`, in float64.
+"""
 
 import random
 from itertools import product
@@ -23,7 +25,9 @@ from tests.reference import VARIANTS, casts_in_float64, lazy_reference, random_m
 
 
 def drawn(model: Any, draw: random.Random, count: int, methods: list[Method]) -> list[Generation]:
-    """Prompts of mixed lengths, with answers of mixed lengths: 1 to 9 tokens, or up to an end token."""
+    """Prompts of mixed lengths, with answers of mixed lengths: 1 to 9 tokens, or up to an end
+    token.
+    """
     return [
         Generation(
             model,
@@ -38,17 +42,24 @@ def drawn(model: Any, draw: random.Random, count: int, methods: list[Method]) ->
 
 def check(model: Any, generations: list[Generation], batch_size: int) -> None:
     """Assert that each gives in a batch what it gives alone."""
-    assert sorted(index for index, _ in answer_many(model, generations, batch_size)) == [*range(len(generations))]
+    assert sorted(index for index, _ in answer_many(model, generations, batch_size)) == [
+        *range(len(generations))
+    ]
     for batched in generations:
         sampler = batched.sampler
         assert isinstance(sampler, Recording)
         again = Recording(sampler._end_ids)
-        alone = answer(model, Generation(model, batched.prompt, batched.method, batched.max_new_tokens, again))
+        alone = answer(
+            model, Generation(model, batched.prompt, batched.method, batched.max_new_tokens, again)
+        )
         assert (batched.token_ids, batched.selected) == (alone.token_ids, alone.selected)
         assert batched.computed.tolist() == alone.computed.tolist()
         assert batched.revived.tolist() == alone.revived.tolist()
         assert (batched.kv_bytes, batched.aux_bytes) == (alone.kv_bytes, alone.aux_bytes)
-        assert (batched.prompt_tokens, batched.scoring_tokens) == (alone.prompt_tokens, alone.scoring_tokens)
+        assert (batched.prompt_tokens, batched.scoring_tokens) == (
+            alone.prompt_tokens,
+            alone.scoring_tokens,
+        )
         assert len(batched.decode_step_s) == len(batched.token_ids) - 1
         assert torch.equal(batched.first_logits, alone.first_logits)
         for ours, theirs in zip(sampler.logits, again.logits, strict=True):
@@ -65,7 +76,11 @@ def test_a_generation_in_a_batch_is_the_one_alone(name: str) -> None:
 def test_different_methods_share_a_batch(seed: int) -> None:
     """Their groups of layers end at different layers."""
     draw, model = random.Random(seed), random_model("qwen3", seed, num_layers=4)
-    check(model, drawn(model, draw, 9, [row.pruning for row in ROWS.values()]), batch_size=draw.randint(2, 9))
+    check(
+        model,
+        drawn(model, draw, 9, [row.pruning for row in ROWS.values()]),
+        batch_size=draw.randint(2, 9),
+    )
 
 
 QUICK = {
@@ -84,23 +99,31 @@ QUICK = {
         if is_offered(*cell)
     ],
 )
-def test_a_batch_on_every_architecture(architecture: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_on_every_architecture(
+    architecture: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Windows, softcaps, RoPEs that grow with the text."""
     draw = random.Random(architecture)
     monkeypatch.setattr(kernels, "SORTED_ON_CPU", draw.choice([0, 96]))
     with casts_in_float64(), flash_stand_in():
-        model = random_variant(architecture, 3, "eager" if attention == "flash_attention_2" else attention)
+        model = random_variant(
+            architecture, 3, "eager" if attention == "flash_attention_2" else attention
+        )
         check_same_as_model(model)  # by its own attention: the stand-in is for ours
         model.config._attn_implementation = attention
         check(model, drawn(model, draw, 5, [Baseline(), Lazy({1: 0.6, 3: 0.5})]), batch_size=3)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_batched_lazyllm_against_the_slow_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_lazyllm_against_the_slow_reference(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(seed)
     monkeypatch.setattr(kernels, "SORTED_ON_CPU", draw.choice([0, 4]))
     model, rows = random_model("mistral", seed, num_layers=5), draw.randint(2, 9)
-    schedule = {layer: draw.choice([0.1, 0.4, 0.7, 1.0]) for layer in sorted(draw.sample(range(1, 6), 3))}
+    schedule = {
+        layer: draw.choice([0.1, 0.4, 0.7, 1.0]) for layer in sorted(draw.sample(range(1, 6), 3))
+    }
     prune_generated, steps = draw.random() < 0.4, draw.randint(2, 7)
     prompts = [prompt_of(draw.choice([1, 3, 9, 23]), draw.randrange(99)) for _ in range(rows)]
     method = Lazy(schedule, prune_generated)
@@ -124,12 +147,19 @@ def test_work_and_waits_of_a_step_do_not_grow_with_the_rows(method: Method) -> N
     model, products, waits = small_llama(), {}, {}
     for rows in (1, 2, 7):
         batch = batch_of(model, method, [50 + 7 * row for row in range(rows)], 2)
-        with torch.inference_mode(), open_decoder(model, batch._decoder), Seen() as seen, Waits() as found:
+        with (
+            torch.inference_mode(),
+            open_decoder(model, batch._decoder),
+            Seen() as seen,
+            Waits() as found,
+        ):
             step(batch.running)
         products[rows], waits[rows] = seen.names["linear"], found.found
         assert seen.names["embedding"] == seen.names["cos"] == 1
-    assert {*products.values()} == {7 * len(model.model.layers) + 1}  # q, k, v, o, gate, up, down; the head
-    assert waits[2] == waits[7] == ["tolist"] * (3 if isinstance(method, Lazy) else 1)  # two boundaries, and the choice
+    # q, k, v, o, gate, up, down; the head
+    assert {*products.values()} == {7 * len(model.model.layers) + 1}
+    # two boundaries, and the choice
+    assert waits[2] == waits[7] == ["tolist"] * (3 if isinstance(method, Lazy) else 1)
     assert waits[1] == ["nonzero"] * (len(waits[2]) - 1) + ["tolist"]
 
 
@@ -148,7 +178,10 @@ def test_memory_of_a_batch_is_that_of_its_rows(method: Method) -> None:
 
 
 def test_generate_many_leaves_the_model_as_it_was_between_results() -> None:
-    model, prompts = random_model("llama", 5, num_layers=4), [prompt_of(length) for length in (5, 30, 9)]
+    model, prompts = (
+        random_model("llama", 5, num_layers=4),
+        [prompt_of(length) for length in (5, 30, 9)],
+    )
     expected = [lazyllm.generate(model, prompt, Baseline(), 4, ()).token_ids for prompt in prompts]
     for index, found in lazyllm.generate_many(model, prompts, Baseline(), 4, (), batch_size=2):
         assert model.config._attn_implementation == "sdpa"
@@ -157,7 +190,10 @@ def test_generate_many_leaves_the_model_as_it_was_between_results() -> None:
 
 
 def test_generate_many_admits_the_longest_prompt_first() -> None:
-    model, prompts = random_model("llama", 5, num_layers=4), [prompt_of(length) for length in (5, 30, 9, 40)]
+    model, prompts = (
+        random_model("llama", 5, num_layers=4),
+        [prompt_of(length) for length in (5, 30, 9, 40)],
+    )
     many = lazyllm.generate_many(model, prompts, Baseline(), 3, (), batch_size=2)
     assert [index for index, _ in many] == [3, 1, 2, 0]
 
@@ -178,7 +214,9 @@ class Unbatchable(Baseline):
     ],
     ids=str,
 )
-def test_generate_many_refuses(prompts: Any, method: Any, options: Any, error: type[Exception]) -> None:
+def test_generate_many_refuses(
+    prompts: Any, method: Any, options: Any, error: type[Exception]
+) -> None:
     with pytest.raises(error):  # before anything runs
         lazyllm.generate_many(random_model("llama", 5, num_layers=4), prompts, method, **options)
 

@@ -1,4 +1,6 @@
-"""The start-up check: rounding in half precision is accepted, an unsupported structure is refused in every dtype."""
+"""The start-up check: rounding in half precision is accepted, an unsupported structure is
+refused in every dtype.
+"""
 
 import logging
 import re
@@ -17,17 +19,20 @@ from lazyllm.methods import Baseline
 from tests.lazyllm.engine.architecture_matrix import is_offered
 from tests.reference import VARIANTS, WINDOW, attention_of, random_variant
 
-HALVES = {"bfloat16": (torch.bfloat16, 5e-2), "float16": (torch.float16, 1e-2)}  # with the share that may be rounding
+# with the share that may be rounding
+HALVES = {"bfloat16": (torch.bfloat16, 5e-2), "float16": (torch.float16, 1e-2)}
 EVERY = {**{name: dtype for name, (dtype, _) in HALVES.items()}, "float32": torch.float32}
 FIRST_IDS = list(range(8))  # the prompt that the check took before
 OUTLIER = 20_000.0
 
 
 def outlier_model(dtype: torch.dtype, token_ids: slice) -> PreTrainedModel:
-    """A model in which these tokens have an outlier of 20,000 in their first feature, which the last MLP takes away.
+    """A model in which these tokens have an outlier of 20,000 in their first feature, which the
+    last MLP takes away.
 
-    So what that MLP rounds is huge beside all other features: real checkpoints do this at their special tokens. As many
-    kernels do, the MLP rounds several rows otherwise than one: in the last bit, here always up.
+    So what that MLP rounds is huge beside all other features: real checkpoints do this at their
+    special tokens. As many kernels do, the MLP rounds several rows otherwise than one: in the last
+    bit, here always up.
     """
     model: Any = random_variant("llama", 0, "sdpa", dtype)
     mlp, width = model.model.layers[-1].mlp, model.config.hidden_size
@@ -37,7 +42,10 @@ def outlier_model(dtype: torch.dtype, token_ids: slice) -> PreTrainedModel:
         for layer in model.model.layers:  # no other layer writes the feature
             layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
         model.model.layers[-1].post_attention_layernorm.weight[0] = 1
-        for part in (mlp.gate_proj, mlp.up_proj):  # each sqrt(width) after the norm, if the outlier is all there is
+        for part in (
+            mlp.gate_proj,
+            mlp.up_proj,
+        ):  # each sqrt(width) after the norm, if the outlier is all there is
             part.weight[0] = 0
             part.weight[0, 0] = 1
         mlp.down_proj.weight[0, 0] = -OUTLIER / width
@@ -51,7 +59,9 @@ def outlier_model(dtype: torch.dtype, token_ids: slice) -> PreTrainedModel:
 
 @torch.inference_mode()
 def rounding_share(model: Any, token_ids: list[int]) -> float:
-    """By how much transformers' own cached steps differ from its run without a cache, as a share of the logits."""
+    """By how much transformers' own cached steps differ from its run without a cache, as a share
+    of the logits.
+    """
     ids, logits, cache = torch.tensor([token_ids]), list[torch.Tensor](), None
     for part in ids.split([len(token_ids) - 2, 1, 1], dim=1):
         out = model(part, past_key_values=cache, use_cache=True)
@@ -81,7 +91,10 @@ def state_of(model: PreTrainedModel) -> dict[str, Any]:
         for name, part in model.named_modules()
     }
     return {
-        "tensors": {name: (tensor.data_ptr(), tensor.dtype, tensor.double().sum().item()) for name, tensor in tensors},
+        "tensors": {
+            name: (tensor.data_ptr(), tensor.dtype, tensor.double().sum().item())
+            for name, tensor in tensors
+        },
         "hooks": hooks,
         "attention": model.config._attn_implementation,
     }
@@ -122,7 +135,9 @@ class Mixing:
 
 
 class Remembering(Mixing):
-    """The same over the last two tokens of the text: the last one of a call is kept for the next step."""
+    """The same over the last two tokens of the text: the last one of a call is kept for the next
+    step.
+    """
 
     kept: torch.Tensor
 
@@ -156,13 +171,20 @@ FAULTS = [mix_tokens, keep_a_state, work_outside_the_layers]
 @pytest.mark.parametrize("dtype", EVERY)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("build", [random_variant, outlier_model], ids=["plain", "with outliers"])
-def test_unsupported_model_is_refused_in_every_dtype(build: Any, fault: Callable[[Any], None], dtype: str) -> None:
+def test_unsupported_model_is_refused_in_every_dtype(
+    build: Any, fault: Callable[[Any], None], dtype: str
+) -> None:
     is_plain = build is random_variant
-    model = build("llama", 0, "sdpa", EVERY[dtype]) if is_plain else build(EVERY[dtype], slice(None))
+    model = (
+        build("llama", 0, "sdpa", EVERY[dtype]) if is_plain else build(EVERY[dtype], slice(None))
+    )
     fault(model)
     before = state_of(model)
     for _ in range(2):  # also when it is tried again
-        with pytest.raises(UserError, match=r"LlamaForCausalLM is not supported: .* other logits than the model \(by"):
+        with pytest.raises(
+            UserError,
+            match=r"LlamaForCausalLM is not supported: .* other logits than the model \(by",
+        ):
             check_same_as_model(model)
     assert state_of(model) == before
 
@@ -186,7 +208,9 @@ def test_fault_in_any_layer_of_any_kind_is_found(fault: Any, layer: int, dtype: 
 
 @pytest.mark.parametrize("dtype", EVERY)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_architecture_is_accepted_in_every_dtype(variant: str, dtype: str, caplog: Any) -> None:
+def test_every_architecture_is_accepted_in_every_dtype(
+    variant: str, dtype: str, caplog: Any
+) -> None:
     for attention in ("sdpa", "eager"):
         if is_offered(variant, attention):
             check_same_as_model(random_variant(variant, 0, attention, EVERY[dtype]))
@@ -197,14 +221,18 @@ def test_every_architecture_is_accepted_in_every_dtype(variant: str, dtype: str,
 def test_text_is_longer_than_the_shortest_window(variant: str) -> None:
     model: Any = random_variant(variant, 0, attention_of(variant), torch.float32)
     lengths = list[int]()
-    model.model.layers[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, args: lengths.append(args[0].shape[1])
+    )
     check_same_as_model(model)
     has_window = getattr(model.config, "sliding_window", None) is not None
     assert max(lengths) > (WINDOW + 2 if has_window else 2)
 
 
 @pytest.mark.parametrize("packed", [torch.int32, torch.float8_e4m3fn])
-def test_quantised_weights_leave_the_cause_open(packed: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+def test_quantised_weights_leave_the_cause_open(
+    packed: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     model: Any = outlier_model(torch.bfloat16, slice(None))
     model.model.layers[3].mlp.register_buffer("qweight", torch.zeros(4, 4).to(packed))
     seen = dtypes_seen(model)
@@ -212,11 +240,16 @@ def test_quantised_weights_leave_the_cause_open(packed: torch.dtype, caplog: pyt
         check_same_as_model(model)
         check_same_as_model(model)
     (line,) = caplog.messages
-    assert re.search(r"rounding or an unsupported structure, and float32 cannot tell: its weights are quantised", line)
+    assert re.search(
+        r"rounding or an unsupported structure, and float32 cannot tell: its weights are quantised",
+        line,
+    )
     assert seen == {torch.bfloat16}
 
 
-def test_model_that_cannot_run_in_float32_leaves_the_cause_open(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_that_cannot_run_in_float32_leaves_the_cause_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model: Any = outlier_model(torch.bfloat16, slice(None))
 
     def refuse(_: Any, args: Any) -> None:

@@ -18,7 +18,8 @@ from tests.reference import casts_in_float64, lazy_reference, random_variant
 
 SCALING = 0.3
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# heads, key heads, queries, keys, chunks: 1, 3, 4 and 8 query heads to a key head; keys that chunks divide, and not
+# heads, key heads, queries, keys, chunks: 1, 3, 4 and 8 query heads to a key head; keys that chunks
+# divide, and not
 SHAPES = [
     (4, 4, 9, 64, 4),
     (6, 2, 5, 101, 5),
@@ -29,15 +30,20 @@ SHAPES = [
 ]
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, by_head: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """query [1, h, m, d], key and value [1, g, s, d] as views of a larger cache, and which keys each query sees.
+def drawn(
+    shape: tuple[int, ...], dtype: torch.dtype, by_head: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """query [1, h, m, d], key and value [1, g, s, d] as views of a larger cache, and which keys
+    each query sees.
 
     The first query sees keys of one chunk only, and no query sees one of the chunks.
     """
     heads, kv_heads, m, s, chunks = shape
     draw = torch.Generator().manual_seed(sum(shape))
     query = torch.randn(1, m, heads, 16, generator=draw).to(dtype).transpose(1, 2)
-    key, value = torch.randn(2, 1, kv_heads, s + 9, 16, generator=draw).to(dtype)[:, :, :, :s].unbind(0)
+    key, value = (
+        torch.randn(2, 1, kv_heads, s + 9, 16, generator=draw).to(dtype)[:, :, :, :s].unbind(0)
+    )
     visible = torch.rand(*([kv_heads] if by_head else []), m, s, generator=draw) < 0.4
     step = s // chunks
     visible[..., 0, :] = False
@@ -55,7 +61,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Ten
         sees = visible[of] if visible.ndim == 3 else visible
         for row in range(m):
             keys, values = (part[0, of, sees[row]].double() for part in (key, value))
-            out[0, row, head] = (SCALING * keys @ query[0, head, row].double()).softmax(dim=0) @ values
+            out[0, row, head] = (SCALING * keys @ query[0, head, row].double()).softmax(
+                dim=0
+            ) @ values
     return out
 
 
@@ -67,7 +75,9 @@ def test_chunks_are_attention_to_all_keys(shape: Any, dtype: torch.dtype, by_hea
     mask = chunked_mask(visible, query.shape[1] // key.shape[1], dtype, shape[-1])
     found = attend_in_chunks(query, key, value, mask, SCALING)
     assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), attention(query, key, value, visible), rtol=0, atol=TOLERANCES[dtype])
+    torch.testing.assert_close(
+        found.double(), attention(query, key, value, visible), rtol=0, atol=TOLERANCES[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -96,16 +106,26 @@ def test_few_queries_over_many_keys_run_in_chunks_on_a_gpu_only() -> None:
         "chunks",
         "sort",
     ]
-    assert [ways(1, 32_000, cpu), ways(20, 32_000, cpu), ways(33, 32_000, cpu)] == ["mask", "mask", "sort"]
+    assert [ways(1, 32_000, cpu), ways(20, 32_000, cpu), ways(33, 32_000, cpu)] == [
+        "mask",
+        "mask",
+        "sort",
+    ]
     assert ways(33, 32_000, kv_heads=32) == "chunks"
     assert ways(512, 32_000, kv_heads=32) == "mask"  # which fills a GPU
     # by keys, by heads, at most; a chunk of 2,048 keys or more
-    assert [num_chunks(8, 132, 16_000), num_chunks(32, 33, 128_000), num_chunks(1, 33, 128_000)] == [7, 8, 16]
+    assert [
+        num_chunks(8, 132, 16_000),
+        num_chunks(32, 33, 128_000),
+        num_chunks(1, 33, 128_000),
+    ] == [7, 8, 16]
     assert num_chunks(8, 132, 8_000) == 1
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "gemma3"])
-def test_steps_in_chunks_are_those_of_the_slow_reference(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_in_chunks_are_those_of_the_slow_reference(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps that revive, and a batch of two, as on a GPU."""
     monkeypatch.setattr(kernels, "COPIES", frozenset({"cpu"}))
     monkeypatch.setattr(kernels, "CHUNK_KEYS", 2)
@@ -122,7 +142,9 @@ def test_steps_in_chunks_are_those_of_the_slow_reference(variant: str, monkeypat
         model = random_variant(variant, 3, "sdpa")
         expected = [lazy_reference(model, prompt, schedule, 7, ()) for prompt in prompts]
         assert_same(model, prompts[0], Lazy(schedule), 7, expected[0])
-        for index, found in lazyllm.generate_many(model, prompts, Lazy(schedule), 7, (), batch_size=2):
+        for index, found in lazyllm.generate_many(
+            model, prompts, Lazy(schedule), 7, (), batch_size=2
+        ):
             assert found.token_ids == expected[index].token_ids
             assert found.computed.tolist() == expected[index].computed.tolist()
     assert min(calls) > 1

@@ -1,4 +1,6 @@
-"""Counts that determine times: operations, FLOPs, waits for the device, bytes, sizes. Times are never tested."""
+"""Counts that determine times: operations, FLOPs, waits for the device, bytes, sizes. Times are
+never tested.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -16,7 +18,17 @@ from lazyllm.engine import masks
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
-from lazyllm.methods import CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, UniPrefill, make
+from lazyllm.methods import (
+    CLAA,
+    METHODS,
+    Baseline,
+    FastKV,
+    Lazy,
+    Method,
+    PyramidInfer,
+    UniPrefill,
+    make,
+)
 from tests.helpers import prompt_tensor, slow
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
@@ -41,15 +53,19 @@ def small_llama(
 ) -> MistralForCausalLM:
     torch.manual_seed(0)
     config = MistralConfig(  # a Llama with a window
-        hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=HEADS,
-        num_key_value_heads=kv_heads, vocab_size=VOCAB, max_position_embeddings=4096, attn_implementation=attention,
+        hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=kv_heads, vocab_size=VOCAB, max_position_embeddings=4096,
+        attn_implementation=attention,
         sliding_window=window,
     )  # fmt: skip
     return MistralForCausalLM(config).to(dtype).eval()
 
 
 class Seen(TorchDispatchMode):
-    """The dispatcher's operations by name. largest: bytes of the largest returned tensor, but for another library's."""
+    """The dispatcher's operations by name. largest: bytes of the largest returned tensor, but
+    for another library's.
+    """
 
     # these return views of the same numbers, without work on a device
     VIEWS = frozenset(
@@ -77,10 +93,11 @@ class Seen(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class SteeredLazy(Lazy):
-    """LazyLLM that computes its importance, but selects by a random one, as random weights revive in nearly every step.
+    """LazyLLM that computes its importance, but selects by a random one, as random weights revive
+    in nearly every step.
 
-    The random importance of a share `drift` of all positions is drawn anew in every `every`-th decoding step; the other
-    steps revive nothing.
+    The random importance of a share `drift` of all positions is drawn anew in every `every`-th
+    decoding step; the other steps revive nothing.
     """
 
     drift: float = 0.02
@@ -106,8 +123,12 @@ class SteeredLazy(Lazy):
         return session
 
 
-def steps_of(model: MistralForCausalLM, method: Method, n: int, steps: int) -> tuple[list[Seen], list[int]]:
-    """The operations of each decoding step, and the number of tokens that it revives, over all layers."""
+def steps_of(
+    model: MistralForCausalLM, method: Method, n: int, steps: int
+) -> tuple[list[Seen], list[int]]:
+    """The operations of each decoding step, and the number of tokens that it revives, over all
+    layers.
+    """
     seen, token = [], torch.tensor([7])
     with torch.inference_mode(), open_decoder(model) as decoder:
         session = method.start(decoder, Prompt(prompt_tensor(n)), steps + 1)
@@ -137,7 +158,9 @@ def test_operations_of_a_step_in_which_nothing_is_revived(kv_heads: int) -> None
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 1])
 def test_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
-    """Each large operation runs as often as in `model(...)`; one stores K and V, and in prefill two more find slots."""
+    """Each large operation runs as often as in `model(...)`; one stores K and V, and in prefill
+    two more find slots.
+    """
     model, prompt = small_llama(kv_heads, dtype=torch.bfloat16), prompt_tensor(200)
     with torch.inference_mode():
         with Seen() as their_prefill:
@@ -153,12 +176,15 @@ def test_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
     for ours, theirs in ((our_prefill, their_prefill), (our_step, their_step)):
         for name in ("linear", "scaled_dot_product_attention", "mul", "add", "pow", "mean", "silu"):
             assert abs(ours.names[name] - theirs.names[name]) <= (name == "add")
-    assert our_prefill.work <= their_prefill.work + 2  # the slots of the prompt's tokens, written once
+    # the slots of the prompt's tokens, written once
+    assert our_prefill.work <= their_prefill.work + 2
     assert our_step.work <= their_step.work - LAYERS
 
 
 def test_prompt_that_is_computed_everywhere_costs_no_search_for_tokens_to_revive() -> None:
-    """Once a group has computed all prompt tokens, the host need not ask the device for tokens to revive."""
+    """Once a group has computed all prompt tokens, the host need not ask the device for tokens
+    to revive.
+    """
     seen, revived = steps_of(small_llama(), SteeredLazy({5: 0.9}, drift=1.0, every=1), 30, 12)
     assert sum(revived) == 5 * 3  # 3 of 30 tokens were pruned before 5 layers
     assert seen[0].names["nonzero"] == 1
@@ -170,7 +196,11 @@ def test_prompt_that_is_computed_everywhere_costs_no_search_for_tokens_to_revive
 )
 @pytest.mark.parametrize("method", [Baseline(), Lazy({2: 0.3, 5: 0.5}), FastKV()], ids=str)
 def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
-    monkeypatch: pytest.MonkeyPatch, method: Method, kv_heads: int, window: int | None, attention: str
+    monkeypatch: pytest.MonkeyPatch,
+    method: Method,
+    kv_heads: int,
+    window: int | None,
+    attention: str,
 ) -> None:
     n, block, row = 401, 2**14, 4 * max(64, WIDTH, VOCAB)  # bytes of a token's widest row
     model = small_llama(kv_heads, layers=6, dtype=torch.float32, window=window, attention=attention)
@@ -187,13 +217,17 @@ def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
 
 
 class Held(TorchDispatchMode):
-    """peak: the maximum number of bytes held at once, after any operation, by tensors that operations returned."""
+    """peak: the maximum number of bytes held at once, after any operation, by tensors that
+    operations returned.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._sum = 0  # with tensors that are free by now: these are looked for only if the peak may grow
+        self._sum = (
+            0  # with tensors that are free by now: these are looked for only if the peak may grow
+        )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -220,7 +254,9 @@ def bytes_of_a_layer(model: MistralForCausalLM, n: int) -> int:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_generation_holds_its_caches_one_layer_and_one_block(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_generation_holds_its_caches_one_layer_and_one_block(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     model, n, block = small_llama(dtype=torch.float32), 1000, 2**17
     monkeypatch.setattr(masks, "BLOCK_ON_CPU", block // 2)
     monkeypatch.setattr("lazyllm.engine.scores.SUMMED_ON_CPU", block // 8)  # cells
@@ -234,13 +270,29 @@ def test_generation_holds_its_caches_one_layer_and_one_block(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("kv_heads", "attention", "window"),
-    [(1, "sdpa", 9), (HEADS, "eager", None), *slow((1, "eager", 70), (HEADS, "sdpa", 70), (HEADS, "eager", 9))],
+    [
+        (1, "sdpa", 9),
+        (HEADS, "eager", None),
+        *slow((1, "eager", 70), (HEADS, "sdpa", 70), (HEADS, "eager", 9)),
+    ],
 )
 @pytest.mark.parametrize(
-    "method", [Baseline(), Lazy({2: 0.3, 5: 0.5}), CLAA(), PyramidInfer(), UniPrefill(None, 0.6, 20, 4, 4, 4)], ids=str
+    "method",
+    [
+        Baseline(),
+        Lazy({2: 0.3, 5: 0.5}),
+        CLAA(),
+        PyramidInfer(),
+        UniPrefill(None, 0.6, 20, 4, 4, 4),
+    ],
+    ids=str,
 )
 def test_blocks_change_no_result(
-    monkeypatch: pytest.MonkeyPatch, method: Method, kv_heads: int, window: int | None, attention: str
+    monkeypatch: pytest.MonkeyPatch,
+    method: Method,
+    kv_heads: int,
+    window: int | None,
+    attention: str,
 ) -> None:
     model = small_llama(kv_heads, layers=6, window=window, attention=attention)
     whole = lazyllm.generate(model, prompt_tensor(90), method, 4, ())
@@ -261,7 +313,10 @@ def test_bytes_at_the_end_of_prefill_with_figure_4s_schedule(kv_heads: int, laye
     one, two, three = (layers * tenths // 10 for tenths in (3, 6, 9))
     row = 2 * kv_heads * (WIDTH // HEADS) * 8  # K and V of one token in one layer, float64
     # 200, 140, 98, 69 tokens enter the groups
-    assert ours.kv_bytes == (one * 200 + (two - one) * 140 + (three - two) * 98 + (layers - three) * 69) * row
+    assert (
+        ours.kv_bytes
+        == (one * 200 + (two - one) * 140 + (three - two) * 98 + (layers - three) * 69) * row
+    )
     assert ours.aux_bytes == (60 + 42 + 29) * WIDTH * 8
     assert theirs.kv_bytes == layers * 200 * row
     assert (ours.kv_bytes + ours.aux_bytes) / theirs.kv_bytes <= 0.75

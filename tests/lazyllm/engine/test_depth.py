@@ -1,4 +1,6 @@
-"""A model's layers as methods see them (`Depth`): by hand, and against a slow restatement on random windows."""
+"""A model's layers as methods see them (`Depth`): by hand, and against a slow restatement on
+random windows.
+"""
 
 import random
 from fractions import Fraction
@@ -19,7 +21,8 @@ def test_layers_of_a_model_with_windows_by_hand() -> None:
     assert [GEMMA_LIKE.window(layer) for layer in (1, 3, 8)] == [W, None, W]
     assert [GEMMA_LIKE.nearest(layer) for layer in range(1, 9)] == [3, 3, 3, 3, 3, 3, 7, 7]
     assert GEMMA_LIKE.nearest(9) == 9  # beyond the model, for others to refuse
-    shares = {"0.1": 0, "0.2": 3, "0.5": 3, "0.8": 3, "0.9": 7, "1": 7}  # 0.8 of 8 is layer 6, after which 7 comes
+    # 0.8 of 8 is layer 6, after which 7 comes
+    shares = {"0.1": 0, "0.2": 3, "0.5": 3, "0.8": 3, "0.9": 7, "1": 7}
     assert {share: GEMMA_LIKE.at_share(Fraction(share)) for share in shares} == shares
     assert GEMMA_LIKE.among([2, 3, 4, 7]) == [3, 7]
     assert GEMMA_LIKE.among([4, 5]) == [4, 5]  # a choice of the user's
@@ -31,7 +34,19 @@ def test_plain_rule_holds_where_no_layer_is_better(windows: tuple[int, ...]) -> 
     depth = Depth(8, windows)
     assert [*depth.full] == [*range(1, 9)]
     assert [depth.nearest(layer) for layer in range(1, 9)] == [*range(1, 9)]
-    assert [depth.at_share(Fraction(tenths, 10)) for tenths in range(11)] == [0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 8]
+    assert [depth.at_share(Fraction(tenths, 10)) for tenths in range(11)] == [
+        0,
+        0,
+        1,
+        2,
+        3,
+        4,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
     assert depth.among(range(2, 5)) == [2, 3, 4]
 
 
@@ -57,12 +72,24 @@ def test_depth_is_read_from_a_config() -> None:
     assert Depth.of(SimpleNamespace(**about)) == Depth(3)
     assert Depth.of(SimpleNamespace(**about, sliding_window=None)) == Depth(3)
     assert Depth.of(SimpleNamespace(**about, sliding_window=7)) == Depth(3, (7, 7, 7))
-    assert Depth.of(SimpleNamespace(**about, sliding_window=7, layer_types=kinds)) == Depth(3, (7, None, 7))
-    assert Depth.of(SimpleNamespace(**about, sliding_window=7, layer_types=["full_attention"] * 3)) == Depth(3)
-    for positions, windows in ((8, (7, 7, 7)), (7, ()), (6, ())):  # no text is longer than the window
-        read = Depth.of(SimpleNamespace(**about, sliding_window=7, max_position_embeddings=positions))
+    assert Depth.of(SimpleNamespace(**about, sliding_window=7, layer_types=kinds)) == Depth(
+        3, (7, None, 7)
+    )
+    assert Depth.of(
+        SimpleNamespace(**about, sliding_window=7, layer_types=["full_attention"] * 3)
+    ) == Depth(3)
+    for positions, windows in (
+        (8, (7, 7, 7)),
+        (7, ()),
+        (6, ()),
+    ):  # no text is longer than the window
+        read = Depth.of(
+            SimpleNamespace(**about, sliding_window=7, max_position_embeddings=positions)
+        )
         assert read == Depth(3, windows)
-    with pytest.raises(UserError, match="own is not supported: its config has layers of type linear_attention"):
+    with pytest.raises(
+        UserError, match="own is not supported: its config has layers of type linear_attention"
+    ):
         Depth.of(SimpleNamespace(**about, layer_types=["linear_attention"] * 3))
 
 

@@ -1,4 +1,6 @@
-"""The fast path against the slow reference of `tests/reference.py`, in float64, on random shapes and schedules."""
+"""The fast path against the slow reference of `tests/reference.py`, in float64, on random shapes
+and schedules.
+"""
 
 import random
 
@@ -13,7 +15,9 @@ from tests.lazyllm.engine.architecture_matrix import assert_same, drawn
 from tests.reference import ARCHITECTURES, lazy_reference, random_model
 
 
-def check(model, prompt: list[int], schedule: dict[int, float], steps: int, prune_generated: bool) -> None:
+def check(
+    model, prompt: list[int], schedule: dict[int, float], steps: int, prune_generated: bool
+) -> None:
     expected = lazy_reference(model, prompt, schedule, steps, (), prune_generated)
     assert max(expected.compute_counts.values()) == 1
     assert_same(model, prompt, Lazy(schedule, prune_generated), steps, expected)
@@ -34,11 +38,17 @@ def test_random_shapes_and_schedules(
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 3, 12])
-@pytest.mark.parametrize(("where", "ratio"), [("first", 0.01), ("every", 0.01), ("every", 0.5), ("last", 0.5)])
+@pytest.mark.parametrize(
+    ("where", "ratio"), [("first", 0.01), ("every", 0.01), ("every", 0.5), ("last", 0.5)]
+)
 def test_edges(prompt_tokens: int, where: str, ratio: float) -> None:
     layers = 4
     model = random_model("llama", 7, num_layers=layers)
-    schedule = {"first": {1: ratio}, "every": dict.fromkeys(range(1, layers + 1), ratio), "last": {layers: ratio}}
+    schedule = {
+        "first": {1: ratio},
+        "every": dict.fromkeys(range(1, layers + 1), ratio),
+        "last": {layers: ratio},
+    }
     prompt = random.Random(prompt_tokens).choices(range(VOCABULARY), k=prompt_tokens)
     check(model, prompt, schedule[where], steps=5, prune_generated=False)
 
@@ -49,7 +59,9 @@ def test_edges(prompt_tokens: int, where: str, ratio: float) -> None:
 def test_keeping_everything_is_the_model_itself(architecture, attention, prompt_tokens) -> None:
     model = random_model(architecture, 3, num_layers=4)
     model.set_attn_implementation(attention)
-    prompt = torch.randint(0, VOCABULARY, (1, prompt_tokens), generator=torch.Generator().manual_seed(prompt_tokens))
+    prompt = torch.randint(
+        0, VOCABULARY, (1, prompt_tokens), generator=torch.Generator().manual_seed(prompt_tokens)
+    )
     with torch.inference_mode():
         expected = model.generate(
             prompt, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0,
@@ -60,7 +72,8 @@ def test_keeping_everything_is_the_model_itself(architecture, attention, prompt_
         found = lazyllm.generate(model, prompt, method, 10, eos_token_ids=())
         assert found.token_ids == expected.sequences[0, prompt_tokens:].tolist()
         assert torch.equal(found.first_logits, first_logits)
-        assert torch.equal(found.first_logits.float(), expected.logits[0][0])  # which generate() gives in float32
+        # which generate() gives in float32
+        assert torch.equal(found.first_logits.float(), expected.logits[0][0])
         assert found.pct_prompt_tokens_computed == 100
 
 
@@ -72,7 +85,8 @@ def test_tied_scores_go_to_the_lower_position(architecture: str) -> None:
         if layer.self_attn.q_proj.bias is not None:
             layer.self_attn.q_proj.bias.data.zero_()
     found = lazyllm.generate(model, list(range(10)), Lazy({1: 0.5, 2: 0.4}), 3, eos_token_ids=())
-    # prefill: 5 of 10, the last token among them, then 2 of 5; decoding: 5 of 10 prompt tokens, 2 of 5, and the newest
+    # prefill: 5 of 10, the last token among them, then 2 of 5; decoding: 5 of 10 prompt tokens, 2
+    # of 5, and the newest
     assert found.selected[0] == {1: [0, 1, 2, 3, 9], 2: [0, 9]}
     assert found.selected[1] == {1: [0, 1, 2, 3, 4, 10], 2: [0, 1, 10]}
     assert found.selected[2] == {1: [0, 1, 2, 3, 4, 10, 11], 2: [0, 1, 10, 11]}

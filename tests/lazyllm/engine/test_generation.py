@@ -27,7 +27,9 @@ def test_clocks_and_counts() -> None:
     assert out.token_ids[0] == int(out.first_logits.argmax())
     assert out.pct_prompt_tokens_computed == pytest.approx(100 * out.computed[-1].sum() / (4 * 6))
     out.scoring_tokens = 9
-    assert out.pct_prompt_tokens_computed == pytest.approx(100 * (out.computed[-1].sum() / 4 + 9) / 6)
+    assert out.pct_prompt_tokens_computed == pytest.approx(
+        100 * (out.computed[-1].sum() / 4 + 9) / 6
+    )
 
 
 @pytest.mark.parametrize("method", [Baseline(), Lazy({1: 0.5, 2: 0.5})], ids=["baseline", "lazy"])
@@ -46,7 +48,10 @@ def test_end_tokens(method) -> None:
     logits[first] = float("-inf")
     assert held.token_ids[0] == int(logits.argmax())
     for no_token in (-1, MODEL.config.vocab_size):  # configs may name them
-        assert lazyllm.generate(MODEL, PROMPT, method, 8, (no_token,), min_new_tokens=8).token_ids == free
+        assert (
+            lazyllm.generate(MODEL, PROMPT, method, 8, (no_token,), min_new_tokens=8).token_ids
+            == free
+        )
 
 
 @pytest.mark.parametrize("end", [7, [7, 9]])
@@ -54,7 +59,9 @@ def test_end_tokens_of_the_model_are_the_default(end) -> None:
     free = lazyllm.generate(MODEL, PROMPT, Baseline(), 6, ()).token_ids
     model = random_model("llama", 2, num_layers=4)
     model.generation_config.eos_token_id = free[1] if end == 7 else [95, free[1]]
-    assert lazyllm.generate(model, PROMPT, Baseline(), 6).token_ids == free[: free.index(free[1]) + 1]
+    assert (
+        lazyllm.generate(model, PROMPT, Baseline(), 6).token_ids == free[: free.index(free[1]) + 1]
+    )
 
 
 def test_prompts_in_every_form() -> None:
@@ -84,7 +91,9 @@ def test_generate_refuses_bad_prompts(prompt, message: str) -> None:
 
 def test_generate_refuses_bad_settings() -> None:
     for bad in (0, 2.0, True, "3", None):
-        with pytest.raises(ValueError, match=f"max_new_tokens={bad!r}: give 1 or more, a whole number"):
+        with pytest.raises(
+            ValueError, match=f"max_new_tokens={bad!r}: give 1 or more, a whole number"
+        ):
             lazyllm.generate(MODEL, PROMPT, Baseline(), bad, ())
     for ids in ("45", 45, [4.5]):
         with pytest.raises(ValueError, match=r"eos_token_ids=.* give a list of token ids"):
@@ -119,8 +128,11 @@ def test_second_generation_is_refused_while_one_runs() -> None:
 
 def test_text_beyond_the_models_positions_is_refused() -> None:
     model = random_variant("llama", 3, max_position_embeddings=32)
-    assert len(lazyllm.generate(model, range(20), Baseline(), 13, ()).token_ids) == 13  # the last one has no position
-    with pytest.raises(UserError, match="would have 34 tokens, but the model has 32 positions: give fewer tokens"):
+    # the last one has no position
+    assert len(lazyllm.generate(model, range(20), Baseline(), 13, ()).token_ids) == 13
+    with pytest.raises(
+        UserError, match="would have 34 tokens, but the model has 32 positions: give fewer tokens"
+    ):
         lazyllm.generate(model, range(20), Baseline(), 14, ())
     with pytest.raises(UserError, match="would have 38 tokens"):
         lazyllm.generate(model, range(36), Baseline(), 2, ())
@@ -132,7 +144,10 @@ def test_text_beyond_the_models_positions_is_refused() -> None:
 
 def test_logits_that_are_not_finite_are_an_error() -> None:
     model = random_model("llama", 2, num_layers=2)
-    for message in ("the model's own logits", "^the model's logits"):  # at the check of the model, and after it
+    for message in (
+        "the model's own logits",
+        "^the model's logits",
+    ):  # at the check of the model, and after it
         model.lm_head.weight.data[3] = float("nan")
         with pytest.raises(FloatingPointError, match=message):
             lazyllm.generate(model, PROMPT, Baseline(), 3, ())

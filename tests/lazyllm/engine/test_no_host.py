@@ -1,8 +1,8 @@
 """No prefill or step needs a number from the device, except for one question per boundary.
 
-The model and all tensors are on "meta", a device without numbers that every machine has: any request for a number
-fails, even by a call that no test counts. Operations that would wait on an accelerator but need no number here (a mask
-as an index to write at, a transfer) are refused.
+The model and all tensors are on "meta", a device without numbers that every machine has: any
+request for a number fails, even by a call that no test counts. Operations that would wait on an
+accelerator but need no number here (a mask as an index to write at, a transfer) are refused.
 """
 
 from typing import Any
@@ -26,9 +26,11 @@ STEPS = 4
 
 
 class OnDevice(TorchDispatchMode):
-    """Answers what a boundary may ask, which tokens are missing and their ranks, and records every tensor on the host.
+    """Answers what a boundary may ask, which tokens are missing and their ranks, and records every
+    tensor on the host.
 
-    revived: number of tokens in the answer. asked: number of questions. host: other tensors on the host.
+    revived: number of tokens in the answer. asked: number of questions. host: other tensors on the
+        host.
     """
 
     def __init__(self, revived: int) -> None:
@@ -42,13 +44,19 @@ class OnDevice(TorchDispatchMode):
         if name == "nonzero":
             self.asked += 1
             return args[0].new_empty((self.revived, args[0].ndim), dtype=torch.long)
-        if name in ("to", "_to_copy") and args[0].shape == (self.revived,) and kwargs.get("device") == HOST:
+        if (
+            name in ("to", "_to_copy")
+            and args[0].shape == (self.revived,)
+            and kwargs.get("device") == HOST
+        ):
             self.asked += 1
             return torch.arange(1, 1 + self.revived)
         target = args[1].device if name == "copy_" else (kwargs or {}).get("device")
         if name in ("copy_", "_to_copy") and target not in (None, args[0].device):
             raise AssertionError("a transfer between the host and the device")
-        if name.startswith("index_put") and any(index is not None and index.dtype == torch.bool for index in args[1]):
+        if name.startswith("index_put") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        ):
             raise AssertionError("a mask as an index")
         out = func(*args, **(kwargs or {}))
         if name.startswith("resolve_"):  # a part of Tensor.numpy, of the answer
@@ -60,14 +68,23 @@ class OnDevice(TorchDispatchMode):
 
 CASES = [
     # methods that score choose on the host; adaptive methods ask
-    *(pytest.param(row, id=name) for name, row in ROWS.items() if not (row.scores or row.pruning.adaptive)),
-    *(pytest.param(Row(method), id=f"keeping, {name}", marks=pytest.mark.slow) for name, method in KEEPING.items()),
+    *(
+        pytest.param(row, id=name)
+        for name, row in ROWS.items()
+        if not (row.scores or row.pruning.adaptive)
+    ),
+    *(
+        pytest.param(Row(method), id=f"keeping, {name}", marks=pytest.mark.slow)
+        for name, method in KEEPING.items()
+    ),
 ]
 
 
 @pytest.mark.parametrize(("attention", "revived"), [("sdpa", 3), *slow(("eager", 0))])
 @pytest.mark.parametrize("row", CASES)
-def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str, monkeypatch) -> None:
+def test_only_boundaries_ask_the_device(
+    row: Row, revived: int, attention: str, monkeypatch
+) -> None:
     monkeypatch.setattr(kernels, "SORTED", 0)
     asks = row.asks * (2 if revived else 1)  # the second is for the ranks of many tokens
     twin: Any = random_model("llama", 2, num_layers=4)

@@ -24,7 +24,9 @@ def everything_seen(rows: slice, keys: slice) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_importance_is_at_least_float32(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, *shape, 8, generator=draw).to(dtype) for shape in ((4, 1), (2, 30)))
+    query, key = (
+        torch.randn(1, *shape, 8, generator=draw).to(dtype) for shape in ((4, 1), (2, 30))
+    )
     importance = attention_scores(query, key, everything_seen, 0.35)
     assert importance.dtype == torch.float32
     assert importance.sum() == pytest.approx(1, abs=1e-5)
@@ -42,7 +44,9 @@ def test_installed_attention_is_removed_even_after_an_error() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_group_cache_against_lists(seed: int) -> None:
-    """A part of a prompt, then steps with the newest token alone or after earlier ones, compared with a plain list."""
+    """A part of a prompt, then steps with the newest token alone or after earlier ones, compared
+    with a plain list.
+    """
     rng = random.Random(seed)
     prompt_tokens, steps = rng.randint(1, 200), 60
     cache = GroupCache(capacity=4, max_length=prompt_tokens + steps, device=CPU)
@@ -67,10 +71,13 @@ def test_group_cache_against_lists(seed: int) -> None:
             assert cache.positions.tolist() == stored
         assert cache.is_contiguous == (stored == list(range(text)))
         assert cache.is_ascending == (stored == sorted(stored))
-        assert cache.nbytes == len(stored) * 2 * (3 + 3 + 3 + 2) * 4  # tokens, heads, width of K and V, bytes
+        # tokens, heads, width of K and V, bytes
+        assert cache.nbytes == len(stored) * 2 * (3 + 3 + 3 + 2) * 4
 
 
-@pytest.mark.parametrize("kept", [[1, 4, 5], [[0, 2, 5], [1, 4, 5]]], ids=["in all heads", "by head"])
+@pytest.mark.parametrize(
+    "kept", [[1, 4, 5], [[0, 2, 5], [1, 4, 5]]], ids=["in all heads", "by head"]
+)
 def test_group_cache_forgets_for_good(kept: list[Any]) -> None:
     cache, slots = GroupCache(capacity=9, max_length=12, device=CPU), torch.tensor(kept)
     key, newest = torch.randn(1, 2, 6, 3), torch.randn(1, 2, 1, 3)
@@ -85,9 +92,13 @@ def test_group_cache_forgets_for_good(kept: list[Any]) -> None:
     cache.advance(torch.tensor([6]), 7)
     found, values = cache.update(newest, -newest, 1)
     of_heads = slots.expand(2, -1)
-    assert cache.positions.expand(2, -1).tolist() == [[*of_head, 6] for of_head in of_heads.tolist()]
+    assert cache.positions.expand(2, -1).tolist() == [
+        [*of_head, 6] for of_head in of_heads.tolist()
+    ]
     for head in range(2):
-        assert torch.equal(found[0, head], torch.cat([key[0, head, of_heads[head]], newest[0, head]]))
+        assert torch.equal(
+            found[0, head], torch.cat([key[0, head, of_heads[head]], newest[0, head]])
+        )
     assert torch.equal(values, -found)
     assert cache.nbytes == before // 2 // 3 * 4
 
@@ -95,7 +106,9 @@ def test_group_cache_forgets_for_good(kept: list[Any]) -> None:
 def test_importance_survives_what_attention_survives() -> None:
     """In float16, the unscaled product overflows but the scaled one does not."""
     query = torch.full((1, 1, 1, 128), 25.0, dtype=torch.float16)
-    key = torch.stack([torch.full((128,), 25.0), torch.full((128,), 24.9), torch.zeros(128)])[None, None].half()
+    key = torch.stack([torch.full((128,), 25.0), torch.full((128,), 24.9), torch.zeros(128)])[
+        None, None
+    ].half()
     importance = attention_scores(query, key, everything_seen, 128**-0.5)
     assert importance.isfinite().all()
     assert importance[0] > importance[1] > importance[2]
@@ -109,4 +122,5 @@ def test_tf32_is_allowed_for_a_block_only() -> None:
             assert allows_tf32()  # as a user's own setting is
         raise KeyError
     assert not allows_tf32()
-    assert torch.get_float32_matmul_precision() == legacy  # which raises after a setting that is not taken back
+    # which raises after a setting that is not taken back
+    assert torch.get_float32_matmul_precision() == legacy

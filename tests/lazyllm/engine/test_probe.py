@@ -1,4 +1,6 @@
-"""The parts of attention that a method may ask for, compared with the model written by hand in numpy."""
+"""The parts of attention that a method may ask for, compared with the model written by hand in
+numpy.
+"""
 
 from itertools import product
 from typing import Any
@@ -17,7 +19,8 @@ from tests.reference import HandModel, casts_in_float64, random_model, random_va
 
 PROMPT = np.random.default_rng(1).integers(0, 97, 23).tolist()
 N = len(PROMPT)
-# sliding windows (7 tokens), a softcap, a norm of queries and keys, other scalings; two query heads share a key head
+# sliding windows (7 tokens), a softcap, a norm of queries and keys, other scalings; two query heads
+# share a key head
 ARCHITECTURES = ("llama", "mistral, window", "gemma2", "gemma3", "qwen3", "granite")
 LOOKS = [
     ScoreSpec((0, 2, 3), queries, raw, per_head)
@@ -26,7 +29,9 @@ LOOKS = [
 
 
 def by_hand(model: Any) -> tuple[dict[bool, list[np.ndarray]], list[np.ndarray]]:
-    """{whether raw: the scores [h, N, N] of each layer}, and the hidden states [N, D] after each; token by token."""
+    """{whether raw: the scores [h, N, N] of each layer}, and the hidden states [N, D] after
+    each; token by token.
+    """
     hand = HandModel(model)
     hidden = {p: hand.embed(token) for p, token in enumerate(PROMPT)}
     scores: dict[bool, list[np.ndarray]] = {False: [], True: []}
@@ -92,16 +97,23 @@ def test_importance_of_all_layers_is_the_last_row_of_attention() -> None:
         attentions = eager(torch.tensor([PROMPT]), output_attentions=True).attentions
     expected = torch.stack([layer[0, :, -1].mean(dim=0) for layer in attentions])
     assert found.shape == (5, 23)
-    torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=1e-6)  # eager softmax is in float32
+    # eager softmax is in float32
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=1e-6)
     assert importance_of_layers(random_model("qwen3", 4), PROMPT[:1]).eq(1).all()
 
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("size", [1, 3 * 4 * 17, 2**22])  # of a block: one query, three, all
-def test_sums_over_queries_do_not_depend_on_the_blocks(window: int | None, size: int, monkeypatch) -> None:
-    """4 query heads on 2 key heads: each of the last 7 of 17 tokens by itself, weighted from 1 to 3."""
+def test_sums_over_queries_do_not_depend_on_the_blocks(
+    window: int | None, size: int, monkeypatch
+) -> None:
+    """4 query heads on 2 key heads: each of the last 7 of 17 tokens by itself, weighted from 1
+    to 3.
+    """
     draw = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, heads, 17, 8, dtype=torch.float64, generator=draw) for heads in (4, 2))
+    query, key = (
+        torch.randn(1, heads, 17, 8, dtype=torch.float64, generator=draw) for heads in (4, 2)
+    )
     monkeypatch.setattr("lazyllm.engine.scores.SUMMED_ON_CPU", size)
     look = ScoreSpec((0,), 7, per_head=True, summed=(1, 3))
 
@@ -116,7 +128,9 @@ def test_sums_over_queries_do_not_depend_on_the_blocks(window: int | None, size:
         for head in range(4):
             keys = key[0, head // 2, first : position + 1]
             logits = torch.stack([0.3 * (query[0, head, position] * key).sum() for key in keys])
-            expected[head, first : position + 1] += (1 + number / 3) * logits.exp() / logits.exp().sum()
+            expected[head, first : position + 1] += (
+                (1 + number / 3) * logits.exp() / logits.exp().sum()
+            )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -128,7 +142,8 @@ def attention_in_order(
     splits: bool = False,
     **where: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[6, 4, d] `attend_in_order` of 6 queries, and what it should be. widths: of K and V. where: device and dtype.
+    """[6, 4, d] `attend_in_order` of 6 queries, and what it should be. widths: of K and V. where:
+    device and dtype.
 
     4 query heads on 2 key heads; 19 tokens are stored in a random order, 5 of them not chosen.
     """
@@ -145,7 +160,9 @@ def attention_in_order(
     cache.advance(torch.tensor(stored, device=query.device), 19)
     cache.update(key, value, 0)
     of_set = torch.tensor(chosen, device=query.device), int(chosen.sum())
-    mask = masks.PositionSortedMask(cache, torch.tensor(queries, device=query.device), of_set, window, ranks)
+    mask = masks.PositionSortedMask(
+        cache, torch.tensor(queries, device=query.device), of_set, window, ranks
+    )
     sorted_key, sorted_value = cache.take(0, mask.slots_on(query.device), widths[0])
     found = kernels.attend_in_order(query, sorted_key, sorted_value, mask, 0.3, softcap, splits)
     expected = np.zeros(found.shape[1:])
@@ -170,7 +187,9 @@ def attention_in_order(
     ],
 )
 @pytest.mark.parametrize("size", [1, 20, 2**22])  # pairs of a block
-def test_queries_attend_to_the_first_tokens_in_order(window, softcap, widths, splits, size, monkeypatch) -> None:
+def test_queries_attend_to_the_first_tokens_in_order(
+    window, softcap, widths, splits, size, monkeypatch
+) -> None:
     monkeypatch.setattr(kernels, "SPLIT_ON_CPU", size)
     monkeypatch.setattr(masks, "BLOCK_ON_CPU", size * 64)  # bytes
     found, expected = attention_in_order(size, window, softcap, widths, splits, dtype=torch.float64)

@@ -16,7 +16,9 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 def model_with(backend: str, attention: str = "sdpa") -> Any:
-    return SimpleNamespace(sdpa_backend=backend, config=SimpleNamespace(_attn_implementation=attention))
+    return SimpleNamespace(
+        sdpa_backend=backend, config=SimpleNamespace(_attn_implementation=attention)
+    )
 
 
 def order_of_backends() -> list[SDPBackend]:
@@ -50,7 +52,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
         ((7, 0), 92_000, "flash"),
     ],
 )
-def test_auto_is_cudnn_on_hopper_only(card: Any, capability: Any, cudnn: Any, expected: str) -> None:
+def test_auto_is_cudnn_on_hopper_only(
+    card: Any, capability: Any, cudnn: Any, expected: str
+) -> None:
     card(capability, cudnn)
     assert backend_of(model_with("auto"), GPU) == expected
     assert builds_plans(model_with("auto"), GPU) == (expected == "cudnn")
@@ -62,7 +66,8 @@ def test_decoding_never_runs_on_cudnn_and_the_process_is_as_it_was(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled: list[torch.device] = []
-    monkeypatch.setattr(sdpa, "_settle_order", settled.append)  # it runs on the GPU: tests/test_cuda.py
+    # it runs on the GPU: tests/test_cuda.py
+    monkeypatch.setattr(sdpa, "_settle_order", settled.append)
     before = order_of_backends()
     firsts = []
     for decodes in (False, True):
@@ -71,7 +76,9 @@ def test_decoding_never_runs_on_cudnn_and_the_process_is_as_it_was(
         firsts.append(order[0])
         assert SDPBackend.MATH in order  # some backend takes any input
         assert (SDPBackend.CUDNN_ATTENTION in order) == (backend == "cudnn" and not decodes)
-    assert firsts[0] == getattr(SDPBackend, "MATH" if backend == "math" else f"{backend.upper()}_ATTENTION")
+    assert firsts[0] == getattr(
+        SDPBackend, "MATH" if backend == "math" else f"{backend.upper()}_ATTENTION"
+    )
     assert order_of_backends() == before
     assert settled == [GPU, GPU]
 
@@ -92,7 +99,8 @@ def test_without_a_gpu_nothing_changes() -> None:
         (torch.float32, (9, 0), 128, "auto", False),  # no flash for 32 bits
         (torch.float16, (7, 5), 128, "auto", False),  # T4: no flash
         (torch.bfloat16, (8, 0), 288, "auto", False),
-        (torch.bfloat16, (8, 0), 128, "efficient", False),  # takes groups only since pull request 191085 of pytorch
+        # takes groups only since pull request 191085 of pytorch
+        (torch.bfloat16, (8, 0), 128, "efficient", False),
         (torch.bfloat16, (8, 0), 128, "cudnn", True),
     ],
 )

@@ -41,17 +41,26 @@ def test_pairs_by_counting(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", [*range(20), *slow(*range(20, 100))])
-def test_pieces_and_mask_are_dense_attention_under_the_expanded_mask(seed: int, dtype: torch.dtype) -> None:
+def test_pieces_and_mask_are_dense_attention_under_the_expanded_mask(
+    seed: int, dtype: torch.dtype
+) -> None:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     n, pattern = drawn(rng)
     while pattern.is_dense(n):
         n, pattern = drawn(rng)
     kv_heads, share = rng.choice([1, 2]), rng.choice([1, 2, 3])
     shapes = [(1, n, heads, 8) for heads in (kv_heads * share, kv_heads, kv_heads)]
-    query, key, value = (torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes)
+    query, key, value = (
+        torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes
+    )
     visible = torch.tensor([[sees(pattern, n, i, j) for j in range(n)] for i in range(n)])
-    exact = [part.double().repeat_interleave(heads, 1) for part, heads in ((query, 1), (key, share), (value, share))]
-    expected = F.scaled_dot_product_attention(*exact, attn_mask=visible[None, None], scale=0.4).transpose(1, 2)
+    exact = [
+        part.double().repeat_interleave(heads, 1)
+        for part, heads in ((query, 1), (key, share), (value, share))
+    ]
+    expected = F.scaled_dot_product_attention(
+        *exact, attn_mask=visible[None, None], scale=0.4
+    ).transpose(1, 2)
 
     cache = GroupCache(n, n, torch.device("cpu"))
     cache.advance(torch.arange(n), n)
@@ -64,7 +73,9 @@ def test_pieces_and_mask_are_dense_attention_under_the_expanded_mask(seed: int, 
 
 
 def test_ceiling_by_hand() -> None:
-    """Llama 2 7B: a token's linear maps and its attention to (n + 1) / 2 keys, in each of 32 layers; logits once."""
+    """Llama 2 7B: a token's linear maps and its attention to (n + 1) / 2 keys, in each of 32
+    layers; logits once.
+    """
     config = shape_of(ModelSpec("llama2", "dummy"))
     linear, pair = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008), 4 * 4096
     logits = 2 * 4096 * 32000

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness: without pruning its own `hf`'s numbers, with pruning those of a slow, obvious oracle."""
+"""lm-evaluation-harness: without pruning its own `hf`'s numbers, with pruning those of a slow,
+obvious oracle.
+"""
 
 import json
 import shutil
@@ -41,7 +43,8 @@ CPU = {"device": "cpu", "dtype": "float32"}
 KEEPS_ALL = {"method": "lazy", "schedule": {3: 1.0, 5: 1.0}}
 SCHEDULE = {2: 0.6, 5: 0.5}
 CONTEXT = (
-    "Ledger: entry sizin window wizard wagon. this late boat stood behind a. entry gurol olive.\nQuestion: entry sizin"
+    "Ledger: entry sizin window wizard wagon. this late boat stood behind a. entry gurol "
+    "olive.\nQuestion: entry sizin"
 )
 
 
@@ -55,19 +58,37 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         choices = ["olive rosemary chalk", "jungle", "coral"]
         choices.insert(number, row["answers"][0])
         question = f"Ledger: {row['context']}\nQuestion: entry {row['input']}"
-        doc = {"question": question, "choices": choices, "target": number, "answer": row["answers"][0]}
+        doc = {
+            "question": question,
+            "choices": choices,
+            "target": number,
+            "answer": row["answers"][0],
+        }
         docs.append(doc | {"page": row["context"][:300]})
     (folder / "rows.json").write_text("\n".join(map(json.dumps, docs)))
     data = {"data_files": {"test": str(folder / "rows.json")}, "cache_dir": str(folder / "cache")}
-    common = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "test", "doc_to_text": "{{question}}"}
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": data,
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
     until = {"until": ["\n", " wagon"], "max_gen_toks": 6, "do_sample": False}
     own: dict[str, tuple[dict[str, Any], list[str]]] = {
         "choice": (
-            {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "target"},
+            {
+                "output_type": "multiple_choice",
+                "doc_to_choice": "choices",
+                "doc_to_target": "target",
+            },
             ["acc", "acc_norm"],
         ),
         "answer": (
-            {"output_type": "generate_until", "doc_to_target": "answer", "generation_kwargs": until},
+            {
+                "output_type": "generate_until",
+                "doc_to_target": "answer",
+                "generation_kwargs": until,
+            },
             ["exact_match"],
         ),
         "page": (
@@ -94,7 +115,9 @@ def pruned() -> PrunedLM:
 def evaluate(model: Any, tasks: Path) -> dict[str, Any]:
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     names = ["own_choice", "own_answer", "own_page"]
-    found = simple_evaluate(model, tasks=names, task_manager=manager, bootstrap_iters=0, log_samples=True)
+    found = simple_evaluate(
+        model, tasks=names, task_manager=manager, bootstrap_iters=0, log_samples=True
+    )
     assert found is not None
     return found
 
@@ -134,10 +157,15 @@ def test_keeping_everything_gives_the_results_of_lm_evals_own_model(tasks: Path,
 def test_too_long_requests_are_cut_as_lm_eval_cuts_them(hf: HFLM) -> None:
     ours = PrunedLM("tiny", max_length=24, **KEEPS_ALL, **CPU)
     theirs = HFLM(hf.model, tokenizer=hf.tokenizer, max_length=24)
-    pairs = instances("loglikelihood", (CONTEXT, " window wizard wagon"), (CONTEXT, " olive"), ("", "entry gurol"))
+    pairs = instances(
+        "loglikelihood", (CONTEXT, " window wizard wagon"), (CONTEXT, " olive"), ("", "entry gurol")
+    )
     check(ours.loglikelihood(pairs), theirs.loglikelihood(pairs), 1e-3)
-    texts = instances("loglikelihood_rolling", (CONTEXT,), (CONTEXT[:40],))  # more than one window, and one
-    assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), rel=1e-4)
+    # more than one window, and one
+    texts = instances("loglikelihood_rolling", (CONTEXT,), (CONTEXT[:40],))
+    assert ours.loglikelihood_rolling(texts) == pytest.approx(
+        theirs.loglikelihood_rolling(texts), rel=1e-4
+    )
     with pytest.raises(ValueError, match=r"a continuation has \d+ tokens, expected 1 to 24"):
         ours.loglikelihood(instances("loglikelihood", ("entry", CONTEXT)))
 
@@ -193,13 +221,19 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return lengths
 
 
-def test_continuations_share_a_prefill_as_far_as_they_can(pruned: PrunedLM, prefills: list[int]) -> None:
-    request = [(None, [5, 6, 7], continuation) for continuation in ([8], [9], [8, 9], [10])] + [(None, [5, 6], [7])]
+def test_continuations_share_a_prefill_as_far_as_they_can(
+    pruned: PrunedLM, prefills: list[int]
+) -> None:
+    request = [(None, [5, 6, 7], continuation) for continuation in ([8], [9], [8, 9], [10])] + [
+        (None, [5, 6], [7])
+    ]
     found = pruned._loglikelihood_tokens(request)
     assert prefills == [3, 2]
     assert found[0] == pruned._loglikelihood_tokens([request[0]])[0]
     prefills.clear()
-    pruned._loglikelihood_tokens([(None, [5, 6, 7], continuation) for continuation in ([8, 9], [9, 8], [10])])
+    pruned._loglikelihood_tokens(
+        [(None, [5, 6, 7], continuation) for continuation in ([8, 9], [9, 8], [10])]
+    )
     assert prefills == [3, 3]
 
 
@@ -216,8 +250,12 @@ def test_continuations_share_a_prefill_as_far_as_they_can(pruned: PrunedLM, pref
         ({"device": "tpu9"}, "device 'tpu9'"),
     ],
 )
-def test_settings_are_refused_before_the_weights_load(monkeypatch, settings: dict[str, Any], message: str) -> None:
-    monkeypatch.setattr("lazyllm.models.load._checkpoint", lambda *_: pytest.fail("the weights were loaded"))
+def test_settings_are_refused_before_the_weights_load(
+    monkeypatch, settings: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(
+        "lazyllm.models.load._checkpoint", lambda *_: pytest.fail("the weights were loaded")
+    )
     with pytest.raises(UserError, match=message):
         PrunedLM(**({"pretrained": "tiny", "device": "cpu"} | settings))
 
@@ -226,7 +264,9 @@ def test_settings_are_refused_before_the_weights_load(monkeypatch, settings: dic
 def test_dtype_of_a_checkpoint_on_a_cpu_is_the_faster_one(
     gain: float, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gain: how many times as fast a product is in bfloat16, as an earlier measurement would have left it."""
+    """gain: how many times as fast a product is in bfloat16, as an earlier measurement would
+    have left it.
+    """
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
     gain_file().parent.mkdir(parents=True)
     gain_file().write_text(json.dumps({"times as fast in bfloat16": gain}))
@@ -237,17 +277,26 @@ def test_dtype_of_a_checkpoint_on_a_cpu_is_the_faster_one(
     assert PrunedLM("tiny", "lazy", schedule=SCHEDULE, device="cpu").model.dtype == torch.float32
 
 
-def test_requests_in_a_batch_give_what_each_gives_alone(pruned: PrunedLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_in_a_batch_give_what_each_gives_alone(
+    pruned: PrunedLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batched = PrunedLM("tiny", "lazy", schedule=SCHEDULE, batch_size="auto", **CPU)
     sizes, own = [], generation.step_together
     monkeypatch.setattr(
-        generation, "step_together", lambda *arguments: sizes.append(len(arguments[1])) or own(*arguments)
+        generation,
+        "step_together",
+        lambda *arguments: sizes.append(len(arguments[1])) or own(*arguments),
     )
     contexts = [CONTEXT, CONTEXT[8:], CONTEXT[30:]]
     pairs = product(contexts, (" window wizard wagon", " olive", " coral cricket"))
     asked = [instances("loglikelihood", *pairs)]
-    asked += [instances("generate_until", *((context, {"until": until, "max_gen_toks": 6}) for context in contexts))
-              for until in (["never this"], [" wagon"], ["a"])]  # fmt: skip
+    few = {"max_gen_toks": 6}
+    for until in (["never this"], [" wagon"], ["a"]):
+        asked.append(
+            instances(
+                "generate_until", *((context, {"until": until, **few}) for context in contexts)
+            )
+        )
     for requests in asked:
         kind = requests[0].request_type
         expected, found = getattr(pruned, kind)(requests), getattr(batched, kind)(requests)
@@ -270,11 +319,24 @@ def test_sampled_answers_are_those_of_hf_after_the_same_seed(hf: HFLM) -> None:
     assert keeps_all.generate_until(instances("generate_until", (CONTEXT, wanted))) != answers[0]
 
 
-def test_command_writes_results(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without --device, for which lm-eval's own default is a GPU; without its own tasks, which take 15 s to list."""
+def test_command_writes_results(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --device, for which lm-eval's own default is a GPU; without its own tasks, which
+    take 15 s to list.
+    """
     monkeypatch.setattr(sys, "argv", ["lm-eval"])
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
-    arguments = ["--tasks", "own_choice", "--include_path", str(tasks), "--output_path", str(tmp_path), "--limit", "2"]
+    arguments = [
+        "--tasks",
+        "own_choice",
+        "--include_path",
+        str(tasks),
+        "--output_path",
+        str(tmp_path),
+        "--limit",
+        "2",
+    ]
     model = ["--model", "lazyllm", "--batch_size", "4"]
     lm_eval.main([*arguments, *model, "--model_args", "pretrained=tiny,method=lazy,schedule=2:0.6"])
     (file,) = tmp_path.rglob("results_*.json")
@@ -286,7 +348,9 @@ def test_command_writes_results(tasks: Path, tmp_path: Path, monkeypatch: pytest
         lm_eval.main([*arguments, *model, "--model_args", "pretrained=tiny,method=nosuch"])
 
 
-def test_command_is_refused_without_the_extra(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_is_refused_without_the_extra(
+    monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delitem(sys.modules, "lazyllm.integrations.lm_eval")
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     assert cli.main(["lm-eval", "--help"]) == 2

@@ -1,4 +1,6 @@
-"""`model.generate` with a method inside: if everything is kept, transformers' own `generate` is the oracle."""
+"""`model.generate` with a method inside: if everything is kept, transformers' own `generate` is
+the oracle.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -78,15 +80,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "min_length": {"eos_token_id": FREE[0], "min_length": WIDTH + 4},
     "max_length": {"max_length": WIDTH + 3, "max_new_tokens": None},
     "max_time": {"max_time": 0.0},
-    "exponential_decay_length_penalty": {"eos_token_id": 42, "exponential_decay_length_penalty": (2, 9.0)},
+    "exponential_decay_length_penalty": {"eos_token_id": 42,
+    "exponential_decay_length_penalty": (2, 9.0)},
     "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=9.0)},
     "watermarking_config, SynthID": {
-        "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 9, 4]), "do_sample": True
+        "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 9, 4]),
+        "do_sample": True
     },
-    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: [1 + row, 3, 4, int(ids[-1]) % 50]},
-    "logits_processor": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores.roll(ids.shape[1], 1)])},
+    "prefix_allowed_tokens_fn": {
+        "prefix_allowed_tokens_fn": lambda row, ids: [1 + row, 3, 4, int(ids[-1]) % 50]
+    },
+    "logits_processor": {
+        "logits_processor": LogitsProcessorList([lambda ids, scores: scores.roll(ids.shape[1], 1)])
+    },
     "stopping_criteria": {
-        "stopping_criteria": StoppingCriteriaList([lambda ids, scores: torch.tensor([ids.shape[1] > WIDTH + 4])])
+        "stopping_criteria": StoppingCriteriaList(
+            [lambda ids, scores: torch.tensor([ids.shape[1] > WIDTH + 4])]
+        )
     },
     "a criterion in place of max_new_tokens": {
         "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(WIDTH + 2)])
@@ -100,7 +110,9 @@ CHANGE_NOTHING = {"remove_invalid_values", "forced_bos_token_id", "bos_token_id"
 
 
 def assert_same(out: Any, expected: Any) -> None:
-    """Tokens exactly; scores and logits to the last bits of float32, as products of one row round differently."""
+    """Tokens exactly; scores and logits to the last bits of float32, as products of one row
+    round differently.
+    """
     assert torch.equal(out.sequences, expected.sequences)
     for name in ("scores", "logits"):
         found, wanted = getattr(out, name), getattr(expected, name)
@@ -120,7 +132,9 @@ def test_option_is_transformers_own(name: str) -> None:
         assert_same(ours(method, **options, **RETURNED), theirs(**options, **RETURNED))
     sampling = {key: value for key, value in options.items() if key == "do_sample"}
     plain, kept = theirs(**sampling, **RETURNED), theirs(**options, **RETURNED)
-    changed = len(plain.scores) != len(kept.scores) or not torch.equal(plain.scores[-1], kept.scores[-1])
+    changed = len(plain.scores) != len(kept.scores) or not torch.equal(
+        plain.scores[-1], kept.scores[-1]
+    )
     assert changed != (name in CHANGE_NOTHING)
 
 
@@ -142,7 +156,11 @@ def test_processors_and_criteria_see_the_same_as_in_transformers() -> None:
         calls = []
 
         def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            assert (ids.is_inference(), scores.is_inference(), torch.is_grad_enabled()) == (False, False, False)
+            assert (ids.is_inference(), scores.is_inference(), torch.is_grad_enabled()) == (
+                False,
+                False,
+                False,
+            )
             calls.append((ids.tolist(), scores.clone()))
             scores[:, 0] = -1e9
             return scores
@@ -209,9 +227,13 @@ def test_stop_strings(tiny: tuple[Any, Any]) -> None:
             model.generate(**inputs, stop_strings=word, max_new_tokens=6)
     criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, word)])
     with lazyllm.using(model, Baseline()):
-        assert torch.equal(model.generate(**inputs, stopping_criteria=criteria, max_new_tokens=6), expected)
+        assert torch.equal(
+            model.generate(**inputs, stopping_criteria=criteria, max_new_tokens=6), expected
+        )
         with pytest.raises(ValueError, match="give them to generate itself"):
-            model.generate(**inputs, generation_config=GenerationConfig(stop_strings=word), tokenizer=tokenizer)
+            model.generate(
+                **inputs, generation_config=GenerationConfig(stop_strings=word), tokenizer=tokenizer
+            )
 
 
 def test_pipeline_answers_with_the_method(tiny: tuple[Any, Any]) -> None:
@@ -222,12 +244,22 @@ def test_pipeline_answers_with_the_method(tiny: tuple[Any, Any]) -> None:
     options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
     with lazyllm.using(model, method):
         found = pipe(TEXT, **options)
-    assert found[0]["generated_text"] == tokenizer.decode(expected.token_ids, skip_special_tokens=True)
+    assert found[0]["generated_text"] == tokenizer.decode(
+        expected.token_ids, skip_special_tokens=True
+    )
 
 
 def state_of(model: Any) -> tuple[Any, ...]:
-    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
-    return (type(model), sorted(vars(model)), model.config.to_dict(), model.generation_config.to_dict(), hooks)
+    hooks = [
+        len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()
+    ]
+    return (
+        type(model),
+        sorted(vars(model)),
+        model.config.to_dict(),
+        model.generation_config.to_dict(),
+        hooks,
+    )
 
 
 def test_using_leaves_the_model_as_it_was() -> None:
@@ -241,7 +273,9 @@ def test_using_leaves_the_model_as_it_was() -> None:
         with lazyllm.using(model, Baseline()):
             assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), plain)
         assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), inner.sequences)
-        own = model.generate(ids_of(LONG), max_new_tokens=4, custom_generate=lambda *_, **__: "a call's own")
+        own = model.generate(
+            ids_of(LONG), max_new_tokens=4, custom_generate=lambda *_, **__: "a call's own"
+        )
         assert own == "a call's own"
         assert not torch.equal(inner.sequences, plain)
     assert state_of(model) == before
@@ -291,18 +325,27 @@ def test_token_costs_one_transfer() -> None:
 
 # of refused modes and caches, or what no decoding loop reads
 INERT = {
-    "assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind",
-    "cache_config", "constraints", "continuous_batching_config", "decoder_start_token_id", "disable_compile",
-    "diversity_penalty", "dola_layers", "early_stopping", "force_words_ids", "length_penalty", "low_memory",
-    "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule",
-    "num_beam_groups", "penalty_alpha", "prompt_lookup_num_tokens", "speculation_type", "target_lookbehind",
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight",
+    "assistant_lookbehind",
+    "cache_config", "constraints", "continuous_batching_config", "decoder_start_token_id",
+    "disable_compile",
+    "diversity_penalty", "dola_layers", "early_stopping", "force_words_ids", "length_penalty",
+    "low_memory",
+    "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "num_beam_groups", "penalty_alpha", "prompt_lookup_num_tokens", "speculation_type",
+    "target_lookbehind",
     "transformers_version", "use_mtp",
 }  # fmt: skip
 
 
 def test_every_option_of_this_release_is_honoured_refused_or_inert() -> None:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    tested = {name.split(",")[0] for name in OPTIONS} | {"do_sample", "max_new_tokens", "stop_strings"}
+    tested = {name.split(",")[0] for name in OPTIONS} | {
+        "do_sample",
+        "max_new_tokens",
+        "stop_strings",
+    }
     tested |= {"num_return_sequences", "output_scores", "output_logits", "return_dict_in_generate"}
     assert fields <= tested | REFUSED.keys() | INERT
     assert [name for options in OTHER for name in options] == [*REFUSED]
@@ -310,12 +353,15 @@ def test_every_option_of_this_release_is_honoured_refused_or_inert() -> None:
 
 
 OTHER: list[dict[str, Any]] = [
-    {"cache_implementation": "static"}, {"compile_config": {}}, {"guidance_scale": 1.5}, {"is_assistant": True},
-    {"num_beams": 2}, {"output_attentions": True}, {"output_hidden_states": True}, {"prefill_chunk_size": 4},
+    {"cache_implementation": "static"}, {"compile_config": {}}, {"guidance_scale": 1.5},
+    {"is_assistant": True},
+    {"num_beams": 2}, {"output_attentions": True}, {"output_hidden_states": True},
+    {"prefill_chunk_size": 4},
     {"token_healing": True}, {"use_cache": False},
 ]  # fmt: skip
 MODES: list[dict[str, Any]] = [
-    {"constraints": [1]}, {"force_words_ids": [[1]]}, {"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"},
+    {"constraints": [1]}, {"force_words_ids": [[1]]}, {"penalty_alpha": 0.6, "top_k": 4},
+    {"dola_layers": "low"},
     {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}, {"use_mtp": True},
 ]  # fmt: skip
 
@@ -340,18 +386,39 @@ def filled_cache() -> DynamicCache:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"inputs": None, "inputs_embeds": torch.zeros(1, 3, MODEL.config.hidden_size)}, "give input_ids"),
+        (
+            {"inputs": None, "inputs_embeds": torch.zeros(1, 3, MODEL.config.hidden_size)},
+            "give input_ids",
+        ),
         ({"past_key_values": filled_cache()}, "past_key_values is not supported"),
         ({"past_key_values": DynamicCache()}, "past_key_values is not supported"),
         ({"position_ids": torch.arange(WIDTH)[None] + 2}, "position_ids"),
         ({"labels": ids_of(LONG)}, "labels: not passed"),
         ({"inputs": ids_of([1, 97])}, "the model knows 0 to 96"),
-        ({"inputs": ids_of([1, 2, 3]), "attention_mask": ids_of([0, 1, 1])}, "leave out the padding"),
-        ({"inputs": ids_of([1, 2, 3]), "attention_mask": ids_of([1, 0, 1])}, "leave out the padding"),
-        ({"inputs": ids_of([1, 2, 3]), "attention_mask": ids_of([1, 1, 0])}, "leave out the padding"),
-        ({"inputs": ids_of([1, 2, 0])}, "or give a mask if the padding token is part of the prompt"),
-        ({"inputs": torch.tensor([[5, 6], [5, 7]])}, "one prompt at a time, got 2 rows: .* lazyllm.generate_many"),
-        ({"num_return_sequences": 2, "do_sample": True}, "got 2 rows: call generate for each prompt and each sample"),
+        (
+            {"inputs": ids_of([1, 2, 3]), "attention_mask": ids_of([0, 1, 1])},
+            "leave out the padding",
+        ),
+        (
+            {"inputs": ids_of([1, 2, 3]), "attention_mask": ids_of([1, 0, 1])},
+            "leave out the padding",
+        ),
+        (
+            {"inputs": ids_of([1, 2, 3]), "attention_mask": ids_of([1, 1, 0])},
+            "leave out the padding",
+        ),
+        (
+            {"inputs": ids_of([1, 2, 0])},
+            "or give a mask if the padding token is part of the prompt",
+        ),
+        (
+            {"inputs": torch.tensor([[5, 6], [5, 7]])},
+            "one prompt at a time, got 2 rows: .* lazyllm.generate_many",
+        ),
+        (
+            {"num_return_sequences": 2, "do_sample": True},
+            "got 2 rows: call generate for each prompt and each sample",
+        ),
         ({"num_beams": 2}, "pruning method"),
         ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "pruning method"),
         ({"prompt_lookup_num_tokens": 3}, "pruning method"),
@@ -368,7 +435,10 @@ def test_generate_refuses_inputs_and_options(given: dict[str, Any], message: str
 
 def test_using_refuses_a_wrapper_whose_own_model_would_generate() -> None:
     wrapper: Any = torch.nn.Sequential(MODEL)
-    with pytest.raises(TypeError, match=r"got Sequential: .* give the model inside"), lazyllm.using(wrapper, PRUNE):
+    with (
+        pytest.raises(TypeError, match=r"got Sequential: .* give the model inside"),
+        lazyllm.using(wrapper, PRUNE),
+    ):
         pass
 
 
@@ -378,7 +448,9 @@ def test_using_refuses_bad_methods() -> None:
     with pytest.raises(ValueError, match="only 4 layers"):
         ours(Lazy({5: 0.5}))
     with pytest.raises(FloatingPointError, match="every token is forbidden"):
-        ours(PRUNE, logits_processor=LogitsProcessorList([lambda ids, scores: scores * float("nan")]))
+        ours(
+            PRUNE, logits_processor=LogitsProcessorList([lambda ids, scores: scores * float("nan")])
+        )
 
 
 def test_example_of_the_package_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> None:

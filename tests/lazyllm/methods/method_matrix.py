@@ -1,6 +1,7 @@
 """One row per method, for the tests of all methods. A new method adds its row here.
 
-`test_methods.py` and `test_no_host.py` run all rows; `architecture_matrix.py` the listed ones on every architecture.
+`test_methods.py` and `test_no_host.py` run all rows; `architecture_matrix.py` the listed ones on
+every architecture.
 """
 
 import hashlib
@@ -44,9 +45,9 @@ Reference = Callable[[PreTrainedModel, Sequence[int], int], ReferenceOutput]
 class Row:
     """A method on a model of 4 layers.
 
-    pruning: with parameters that prune. reference: their result for (model, prompt, steps), by `tests/reference.py`;
-    `selected` may end early. asks: number of boundaries that may ask the device for the tokens to revive. scores:
-    whether a model runs before the prefill.
+    pruning: with parameters that prune. reference: their result for (model, prompt, steps), by
+    `tests/reference.py`; `selected` may end early. asks: number of boundaries that may ask the
+    device for the tokens to revive. scores: whether a model runs before the prefill.
     """
 
     pruning: Method
@@ -77,10 +78,14 @@ def _compressed(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> Re
     later = [log_sums[p] - logits[p, token] for p, token in enumerate(prompt[1:-1])]
     info = [np.log(logits.shape[-1]), *later]
     ranking = sorted(range(len(info)), key=lambda p: (-info[p], p))
-    return _on_the_rest(model, prompt, [*ranking[: keep_count(0.5, len(info))], len(prompt) - 1], steps)
+    return _on_the_rest(
+        model, prompt, [*ranking[: keep_count(0.5, len(info))], len(prompt) - 1], steps
+    )
 
 
-def _on_the_rest(model: PreTrainedModel, prompt: Sequence[int], kept: list[int], steps: int) -> ReferenceOutput:
+def _on_the_rest(
+    model: PreTrainedModel, prompt: Sequence[int], kept: list[int], steps: int
+) -> ReferenceOutput:
     out = lazy_reference(model, [prompt[position] for position in sorted(kept)], {}, steps)
     out.selected = [{0: sorted(kept)}]
     return out
@@ -111,7 +116,9 @@ def _asked(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> Referen
     return ReferenceOutput(out.token_ids, out.logits, [out.selected], margin=asked.margin)
 
 
-def _own_draft(model: PreTrainedModel, prompt: Sequence[int], **settings: Any) -> field_oracles.FieldOutput:
+def _own_draft(
+    model: PreTrainedModel, prompt: Sequence[int], **settings: Any
+) -> field_oracles.FieldOutput:
     return field_oracles.specprefill(model, model, prompt, **settings)
 
 
@@ -121,7 +128,9 @@ def _by_field(
     scores: bool = False,
     **settings: Any,
 ) -> Row:
-    """A method of the field, held by its oracle in `tests/field_oracles.py` with the same settings."""
+    """A method of the field, held by its oracle in `tests/field_oracles.py` with the same
+    settings.
+    """
 
     def reference(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
         out = oracle(model, prompt, **settings, steps=steps)
@@ -131,7 +140,8 @@ def _by_field(
 
 
 _CLAA: dict[str, Any] = {"layer": 3, "keep": 0.5, "layers": 2, "window": 3}
-_ASL: dict[str, Any] = {"first": 1, "threshold": 2.0, "keep": 6, "window": 4, "layers": 2}  # always cut after layer 2
+# always cut after layer 2
+_ASL: dict[str, Any] = {"first": 1, "threshold": 2.0, "keep": 6, "window": 4, "layers": 2}
 
 # On every architecture
 LISTED = {
@@ -144,18 +154,30 @@ LISTED = {
     "lazy, prune_generated": _lazy({1: 0.6, 2: 0.7}, asks=2, prune_generated=True),
     "lazy, without revival": _lazy({1: 0.6, 3: 0.5}, asks=0, revive=False),
     "prompt_compression": Row(PromptCompression(0.5, "token"), _compressed, scores=True),
-    "promptdistill": _by_field(PromptDistill, field_oracles.promptdistill, layers=[1, 3], keep=[0.6, 7]),
+    "promptdistill": _by_field(
+        PromptDistill, field_oracles.promptdistill, layers=[1, 3], keep=[0.6, 7]
+    ),
     "pyramidinfer": _by_field(PyramidInfer, field_oracles.pyramidinfer, recent=0.3, decay=0.5),
     "random_drop": Row(RandomDrop(0.5, seed=3), _dropped),
     "specprefill": _by_field(SpecPrefill, _own_draft, True, keep=0.5, lookahead=3, chunk=3, pool=3),
     "static_pruning": _by_field(StaticPruning, field_oracles.static_pruning, layer=2, keep=0.4),
-    "trianglemix": _by_field(TriangleMix, field_oracles.trianglemix, dense=1, sinks=1, window=3, last=2),
+    "trianglemix": _by_field(
+        TriangleMix, field_oracles.trianglemix, dense=1, sinks=1, window=3, last=2
+    ),
     "uniprefill": _by_field(
-        UniPrefill, field_oracles.uniprefill, layers=[1, 3], p=0.6, window=3, block=2, first=1, last=2
+        UniPrefill,
+        field_oracles.uniprefill,
+        layers=[1, 3],
+        p=0.6,
+        window=3,
+        block=2,
+        first=1,
+        last=2,
     ),
 }
 ROWS = LISTED | {
-    "lazy, one token": _lazy({1: 0.01, 2: 0.01, 4: 0.01}, asks=2),  # nothing is revived after the last layer
+    # nothing is revived after the last layer
+    "lazy, one token": _lazy({1: 0.01, 2: 0.01, 4: 0.01}, asks=2),
     "prompt_compression, one token": Row(PromptCompression(0.01, "token"), scores=True),
     "prompt_compression, windows": Row(PromptCompression(0.7, "token", window=8), scores=True),
     "asl, without SnapKV": Row(ASL(**_ASL, retain=1)),
@@ -169,5 +191,9 @@ ROWS = LISTED | {
     "a Prune": Row(Remembering(), _remembered),
     "a Select": Row(example_of(Select)(3), _asked, scores=True),
 }
-PRUNING = {name: row.pruning for name, row in ROWS.items() if name != "baseline" and not name.startswith("a ")}
+PRUNING = {
+    name: row.pruning
+    for name, row in ROWS.items()
+    if name != "baseline" and not name.startswith("a ")
+}
 KEEPING = {name: keeping_everything(row.pruning) for name, row in ROWS.items()}

@@ -1,4 +1,6 @@
-"""Every method with settings and prompts at the edge: each is right, or refused in one line before a model loads."""
+"""Every method with settings and prompts at the edge: each is right, or refused in one line
+before a model loads.
+"""
 
 import shutil
 from dataclasses import replace
@@ -36,7 +38,11 @@ LONGER_THAN_THE_PROMPT: dict[str, dict[str, Any]] = {
 CUTS = {"asl": "first", "claa": "layer", "fastkv": "layer", "gemfilter": "layer"}
 # (method, its settings, what the message must name: the key, and the values that it takes)
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    *((name, {"keep": 1.5}, r"keep=1\.5.*\(0, 1\]") for name in METHODS if "keep" in settings_of(by_name(name))),
+    *(
+        (name, {"keep": 1.5}, r"keep=1\.5.*\(0, 1\]")
+        for name in METHODS
+        if "keep" in settings_of(by_name(name))
+    ),
     ("lazy", {"schedule": {2: 1.5}}, r"layer 2.*\(0, 1\].*1\.5"),
     ("lazy", {"prune_generated": True, "revive": False}, "revive=False"),
     ("lazy", {"revive": "off"}, "revive='off': give true or false"),
@@ -46,7 +52,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("static_pruning", {"layer": 0}, "layer.*1 or more"),
     ("static_pruning", {"layer": 1.5}, "layer.*1 or more"),
     ("prompt_compression", {"unit": "word"}, "unit='word': give 'token' or 'sentence'"),
-    ("prompt_compression", {"unit": "token", "scoring": "sentences"}, "whole sentences: give unit='sentence'"),
+    (
+        "prompt_compression",
+        {"unit": "token", "scoring": "sentences"},
+        "whole sentences: give unit='sentence'",
+    ),
     ("prompt_compression", {"scoring": "words"}, "scoring='words': give 'context' or 'sentences'"),
     ("prompt_compression", {"window": 1}, "window.*2 or more"),
     ("prompt_compression", {"scorer": 3}, "scorer=3.*name of a model"),
@@ -62,18 +72,28 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("specprefill", {"lookahead": 0}, "lookahead.*1 or more"),
     ("specprefill", {"chunk": 0}, "chunk.*1 or more"),
     ("pyramidinfer", {"weight": 0}, "weight=0.*above 0"),
-    *(("asl", {"threshold": bad}, "threshold=.*above 0") for bad in (float("nan"), 0, -1.0, True, "0.3")),
+    *(
+        ("asl", {"threshold": bad}, "threshold=.*above 0")
+        for bad in (float("nan"), 0, -1.0, True, "0.3")
+    ),
     ("asl", {"first": 0}, "first.*1 or more"),
     ("uniprefill", {"p": 1.5}, r"p=1\.5.*\(0, 1\]"),
     ("uniprefill", {"layers": []}, r"layers=\[\].*\[8, 12\]"),
-    *(("uniprefill", {"layers": bad}, "layers=.*give a list, each a whole number of 1 or more") for bad in ("8", 8)),
+    *(
+        ("uniprefill", {"layers": bad}, "layers=.*give a list, each a whole number of 1 or more")
+        for bad in ("8", 8)
+    ),
     ("uniprefill", {"layers": [0]}, "layers.*1 or more"),
     ("uniprefill", {"layers": [2, 5]}, "layers=5.*only 4 layers"),
     *(("uniprefill", {key: 0}, f"{key}.*1 or more") for key in ("window", "block", "last")),
     ("promptdistill", {"pool": 4}, "pool=4.*odd"),
     ("promptdistill", {"layers": [2, 5]}, "layers=5.*only 4 layers"),
     *(
-        ("promptdistill", {"layers": layers, "keep": [0.5, 4]}, "ascending layers, and a keep for each")
+        (
+            "promptdistill",
+            {"layers": layers, "keep": [0.5, 4]},
+            "ascending layers, and a keep for each",
+        )
         for layers in ([3, 2], [2, 2], [1, 2, 3], None)
     ),
     *(("trianglemix", {key: 0}, f"{key}.*1 or more") for key in ("window", "last")),
@@ -93,7 +113,9 @@ def test_short_prompts_and_long_windows(name: str, n: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "settings", "message"), REFUSED, ids=str)
-def test_method_refuses_bad_setting_in_one_line(name: str, settings: dict[str, Any], message: str) -> None:
+def test_method_refuses_bad_setting_in_one_line(
+    name: str, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises((UserError, ValueError), match=message) as refused:
         make(name, settings).check(MODEL.config)
     assert "\n" not in str(refused.value)
@@ -102,21 +124,29 @@ def test_method_refuses_bad_setting_in_one_line(name: str, settings: dict[str, A
 def test_draft_with_other_tokens_is_refused(tmp_path: Path) -> None:
     model, own = tiny()
     read = own("the old lantern", return_offsets_mapping=True)
-    prompt = lazyllm.Prompt(torch.tensor(read["input_ids"]), "the old lantern", tuple(read["offset_mapping"]))
+    prompt = lazyllm.Prompt(
+        torch.tensor(read["input_ids"]), "the old lantern", tuple(read["offset_mapping"])
+    )
     random_variant("llama", 7, num_hidden_layers=2, vocab_size=len(own)).save_pretrained(tmp_path)
     for folder, tokenizer in ((tmp_path / "same", own), (tmp_path / "others", byte_tokenizer())):
         shutil.copytree(tmp_path, folder, ignore=shutil.ignore_patterns("same", "others"))
         tokenizer.save_pretrained(folder)
         SpecPrefill(str(folder)).check(model.config)
     SpecPrefill(str(tmp_path / "same")).check_prompt(prompt)
-    with pytest.raises(ValueError, match="tokenises the prompt differently than the model: give a draft with"):
+    with pytest.raises(
+        ValueError, match="tokenises the prompt differently than the model: give a draft with"
+    ):
         SpecPrefill(str(tmp_path / "others")).check_prompt(prompt)
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"vocab_size": 40}, "has 40 tokens in its vocabulary, the model 97: give a draft with the model's tokenizer"),
+        (
+            {"vocab_size": 40},
+            "has 40 tokens in its vocabulary, the model 97: give a draft with the model's "
+            "tokenizer",
+        ),
         ({"vocab_size": 900}, "has 900 tokens in its vocabulary, the model 97"),
         ({"num_hidden_layers": 40}, "times as large as the model: give a smaller model"),
         (
@@ -125,7 +155,9 @@ def test_draft_with_other_tokens_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_draft_that_does_not_fit_is_refused(sizes: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_draft_that_does_not_fit_is_refused(
+    sizes: dict[str, int], message: str, tmp_path: Path
+) -> None:
     random_variant("llama", 7, **sizes).save_pretrained(tmp_path)
     method = SpecPrefill(str(tmp_path), keep=0.5, chunk=4)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,6 @@
-"""The field's methods against their slow oracles (`tests/field_oracles.py`): selections, tokens, logits, caches."""
+"""The field's methods against their slow oracles (`tests/field_oracles.py`): selections, tokens,
+logits, caches.
+"""
 
 import random
 from collections.abc import Sequence
@@ -56,26 +58,32 @@ SHARES = [0.1, 0.29, 0.5, 0.8, 1.0]
 # {name of a method and of its oracle: the values of its hyperparameters to draw from}
 CASES: dict[str, dict[str, Sequence[Any]]] = {
     "gemfilter": {
-        "layer": LAYER, "keep": [0.1, 0.35, 0.7, 1.0, 1, 4, 11, 1024], "pool": [1, 3, 5, 13], "sound": [False, True],
+        "layer": LAYER, "keep": [0.1, 0.35, 0.7, 1.0, 1, 4, 11, 1024], "pool": [1, 3, 5, 13],
+        "sound": [False, True],
         "window": [1, 3, 8],
     },
     "fastkv": {
-        "layer": LAYER, "keep": SHARES, "retain": [0.05, 0.1, 0.3, 0.6, 1, 1.0], "window": [1, 2, 5, 8],
+        "layer": LAYER, "keep": SHARES, "retain": [0.05, 0.1, 0.3, 0.6, 1, 1.0],
+        "window": [1, 2, 5, 8],
         "pool": [1, 3, 7], "pooling": ["max", "average"],
     },
     "claa": {
-        "layer": LAYER, "keep": SHARES, "layers": [1, 2, 3, 4], "window": [1, 2, 5, 8], "pool": [1, 3, 7],
+        "layer": LAYER, "keep": SHARES, "layers": [1, 2, 3, 4], "window": [1, 2, 5, 8],
+        "pool": [1, 3, 7],
         "retain": [None, None, 1],
     },
     "pyramidinfer": {
-        "recent": [0.01, 0.2, 0.5], "decay": [0.2, 0.5, 0.9, 1.0], "weight": [1.2, 1, 3.0], "first": [0, 1, 4],
+        "recent": [0.01, 0.2, 0.5], "decay": [0.2, 0.5, 0.9, 1.0], "weight": [1.2, 1, 3.0],
+        "first": [0, 1, 4],
     },
     "asl": {
-        "first": LAYER, "threshold": [0.3, 0.7, 0.95, 2.0], "keep": [3, 7, 0.2, 0.4, 1.0, 100], "window": [1, 3, 8],
+        "first": LAYER, "threshold": [0.3, 0.7, 0.95, 2.0], "keep": [3, 7, 0.2, 0.4, 1.0, 100],
+        "window": [1, 3, 8],
         "layers": [1, 2, 2, 3], "pool": [1, 3, 7], "retain": [None, 5, 0.3, 1],
     },
     "uniprefill": {
-        "layers": [cuts for count in (1, 2, 3) for cuts in combinations(LAYER, count)], "p": [0.1, 0.5, 0.8, 0.99, 1.0],
+        "layers": [cuts for count in (1, 2, 3) for cuts in combinations(LAYER, count)],
+        "p": [0.1, 0.5, 0.8, 0.99, 1.0],
         "window": [1, 3, 8, 40], "block": [1, 2, 5], "first": [0, 1, 4], "last": [1, 2, 6],
     },
     "promptdistill": {
@@ -88,7 +96,8 @@ CASES: dict[str, dict[str, Sequence[Any]]] = {
     },
     "static_pruning": {"layer": LAYER, "keep": SHARES},
     "specprefill": {
-        "keep": [0.1, 0.3, 0.6, 1.0], "lookahead": [1, 2, 5], "chunk": [1, 2, 5, 32], "pool": [1, 3, 13],
+        "keep": [0.1, 0.3, 0.6, 1.0], "lookahead": [1, 2, 5], "chunk": [1, 2, 5, 32],
+        "pool": [1, 3, 13],
         "sound": [False, True],
     },
 }  # fmt: skip
@@ -115,7 +124,10 @@ def hold(
     held = sum(len(of_head) + STEPS - 1 for heads in expected.caches.values() for of_head in heads)
     assert out.kv_bytes == held * 2 * config.head_dim * 8
     if expected.pairs:
-        dense = [config.num_attention_heads * causal_pairs(len(ids), window) for window in windows_of(config)]
+        dense = [
+            config.num_attention_heads * causal_pairs(len(ids), window)
+            for window in windows_of(config)
+        ]
         assert isinstance(method, Sparse)
         assert dict(enumerate(dense, start=1)) | method.attended(config, len(ids)) == expected.pairs
     return out
@@ -143,7 +155,9 @@ def test_llamas_with_grouped_heads(name: str, seed: int) -> None:
     rng = random.Random(f"{name} {seed}")
     kv_heads = rng.choice([1, 2, 4])
     heads = {"num_key_value_heads": kv_heads, "num_attention_heads": kv_heads * rng.choice([2, 4])}
-    model = random_variant("llama", seed, rng.choice(["sdpa", "eager"]), num_hidden_layers=LAYERS, **heads)
+    model = random_variant(
+        "llama", seed, rng.choice(["sdpa", "eager"]), num_hidden_layers=LAYERS, **heads
+    )
     ids, own = rng.choices(range(97), k=rng.randint(20, 45)), drawn(rng, name)
     expected = getattr(field_oracles, name)(model, ids, **own, steps=STEPS)
     assert expected.margin > 1e-12
@@ -162,11 +176,15 @@ def test_trianglemix_without_a_dense_layer() -> None:
 
 
 @pytest.mark.parametrize(("layer", "layers"), [(3, 1), (4, 2)])
-def test_first_layers_of_claa_store_all_before_those_that_store_some(layer: int, layers: int) -> None:
+def test_first_layers_of_claa_store_all_before_those_that_store_some(
+    layer: int, layers: int
+) -> None:
     own: dict[str, Any] = {"layer": layer, "keep": 0.3, "layers": layers, "window": 2, "pool": 3}
     model, ids = model_of("llama", 0, "sdpa"), [*range(5, 38)]
     expected = field_oracles.claa(model, ids, **own, retain=None, steps=STEPS)
-    assert [len(expected.caches[number][0]) for number in range(1, layers + 2)] == [33] * layers + [9]
+    assert [len(expected.caches[number][0]) for number in range(1, layers + 2)] == [33] * layers + [
+        9
+    ]
     with casts_in_float64():
         hold(model, METHODS["claa"](**own), ids, expected)
 
@@ -183,7 +201,8 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("drafts")
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "gemma2"])  # SDPA, as drafts are loaded
+# SDPA, as drafts are loaded
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "gemma2"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_specprefill(variant: str, seed: int, drafts: Path) -> None:
     rng = random.Random(f"{variant} {seed}")
@@ -210,12 +229,21 @@ def test_asl_cuts_where_ranks_settle() -> None:
     cuts = set()
     for _ in range(6):
         ids = rng.choices(range(97), k=40)
-        own: dict[str, Any] = {"first": 2, "threshold": 0.9, "keep": 6, "window": 4, "layers": 2, "pool": 3}
+        own: dict[str, Any] = {
+            "first": 2,
+            "threshold": 0.9,
+            "keep": 6,
+            "window": 4,
+            "layers": 2,
+            "pool": 3,
+        }
         expected = field_oracles.asl(model, ids, **own, steps=STEPS)
         with casts_in_float64():
             out = hold(model, ASL(**own), ids, expected)
         measured = ASL(**own).ideal_speedup(model.config, len(ids), out.computed[0])
-        assert measured == prefill_flops(model.config, [40] * 8) / prefill_flops(model.config, expected.passes[0])
+        assert measured == prefill_flops(model.config, [40] * 8) / prefill_flops(
+            model.config, expected.passes[0]
+        )
         cuts.add(next(iter(expected.selected), None))
     assert len(cuts) >= 3
     announced = ASL(**own).tokens_per_layer(Depth(8), 40).count(40)
@@ -226,7 +254,9 @@ def test_flops_of_selection_are_those_announced() -> None:
     """PyTorch's own counter, over the linear maps of what runs before and in a prefill."""
     keys = torch.ones(1, 2, 8, 4)
     with FlopCounterMode(display=False) as counter:
-        F.scaled_dot_product_attention(torch.ones(1, 4, 8, 4), keys, keys, is_causal=True, enable_gqa=True)
+        F.scaled_dot_product_attention(
+            torch.ones(1, 4, 8, 4), keys, keys, is_causal=True, enable_gqa=True
+        )
     if counter.get_total_flops():
         pytest.skip("this torch counts attention on a CPU as products of matrices")
     model, n = random_variant("llama", 0), 400
@@ -240,16 +270,24 @@ def test_flops_of_selection_are_those_announced() -> None:
         PyramidInfer(),
         UniPrefill(p=0.5),
     ):
-        with torch.inference_mode(), open_decoder(model) as decoder, FlopCounterMode(display=False) as counter:
+        with (
+            torch.inference_mode(),
+            open_decoder(model) as decoder,
+            FlopCounterMode(display=False) as counter,
+        ):
             session = method.start(decoder, Prompt(ids), 1)
             session.prefill(ids)
         counted = sum(
-            flops for name, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(name)
+            flops
+            for name, flops in counter.get_flop_counts()["Global"].items()
+            if "attention" not in str(name)
         )
         tokens = [int(count) for count in session.computed[0]]
         announced = method.first_token_flops(model.config, n, tokens)
         if not isinstance(method, UniPrefill):  # its number of tokens depends on the prompt
-            assert announced == prefill_flops(model.config, tokens) + method.scoring_flops(model.config, n)
+            assert announced == prefill_flops(model.config, tokens) + method.scoring_flops(
+                model.config, n
+            )
         pairs = sum(m * (m + 1) // 2 for m in tokens)
         if isinstance(method, GemFilter):
             pairs += 2 * n * (n + 1) // 2  # layers 1 and 2; of layer 3 no attention runs
@@ -261,10 +299,17 @@ def test_flops_of_selection_are_those_announced() -> None:
 def test_uniprefill_counts_the_scores_of_the_tokens_that_ran() -> None:
     config = random_variant("llama", 0).config
     method = UniPrefill(layers=[1, 2, 3], window=4, block=1, first=0, last=1)
-    # queries times keys, less those after a query: 4 queries of 40, of 10 and of 5 tokens, and 2 of 2
-    for computed, pairs in ([40, 10, 5, 5], 4 * 40 - 6 + 4 * 10 - 6 + 4 * 5 - 6), ([40, 2, 2, 2], 154 + 3 + 3):
+    # queries times keys, less those after a query: 4 queries of 40, of 10 and of 5 tokens, and 2 of
+    # 2
+    for computed, pairs in (
+        ([40, 10, 5, 5], 4 * 40 - 6 + 4 * 10 - 6 + 4 * 5 - 6),
+        ([40, 2, 2, 2], 154 + 3 + 3),
+    ):
         scores = 2 * config.num_attention_heads * config.head_dim * pairs
-        assert method.first_token_flops(config, 40, computed) == prefill_flops(config, computed) + scores
+        assert (
+            method.first_token_flops(config, 40, computed)
+            == prefill_flops(config, computed) + scores
+        )
 
 
 def test_specprefill_without_a_draft_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -272,4 +317,6 @@ def test_specprefill_without_a_draft_says_so_once(caplog: pytest.LogCaptureFixtu
     config = model_of("llama", 0, "sdpa").config
     for method in (SpecPrefill(), SpecPrefill(keep=0.5)):
         method.check(config)
-    assert [record.message.partition(":")[0] for record in caplog.records] == ["specprefill has no draft"]
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "specprefill has no draft"
+    ]

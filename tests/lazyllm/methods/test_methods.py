@@ -42,7 +42,9 @@ def test_method_has_no_state(row: Row) -> None:
     invariants.has_no_state(MODEL, row.pruning, PROMPT)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS.values() if not row.asks], ids=lambda row: row.pruning.label)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS.values() if not row.asks], ids=lambda row: row.pruning.label
+)
 def test_pruned_tokens_are_never_computed_later(row: Row) -> None:
     out = lazyllm.generate(MODEL, PROMPT, row.pruning, 8, ())
     assert (out.computed == out.computed[0]).all()
@@ -52,10 +54,10 @@ def test_pruned_tokens_are_never_computed_later(row: Row) -> None:
 def test_methods_are_made_without_torch() -> None:
     code = """
 import sys, lazyllm
-assert lazyllm.methods.support.plugins.installed.cache_info().misses == 0  # no package is looked for
+assert lazyllm.methods.support.plugins.installed.cache_info().misses == 0  # none searched
 lazyllm.methods.make("lazy", {"schedule": {2: 0.5}}).tokens_per_layer(lazyllm.methods.Depth(8), 100)
 for kind in lazyllm.methods.METHODS.values():
-    if all(hasattr(kind, name) for name in lazyllm.methods.settings_of(kind)):  # each setting has a default
+    if all(hasattr(kind, name) for name in lazyllm.methods.settings_of(kind)):
         kind().tokens_per_layer(lazyllm.methods.Depth(8), 100)
 heavy = {"torch", "transformers", "pandas"} & set(sys.modules)
 assert not heavy, heavy
@@ -90,7 +92,9 @@ def test_random_drop_draws_by_prompt() -> None:
 
 
 def test_random_drop_keeps_the_template_unless_asked() -> None:
-    """Of "[A]bcdefgh[/A]:", a letter a token behind a special one, the format wrote [A] and [/A]."""
+    """Of "[A]bcdefgh[/A]:", a letter a token behind a special one, the format wrote [A] and
+    [/A].
+    """
     text = "[A]bcdefgh[/A]:"
     spans = ((0, 0), *((place, place + 1) for place in range(len(text))))
     prompt = Prompt(torch.arange(len(spans)), text, spans, template=((0, 3), (10, 14)))
@@ -100,6 +104,10 @@ def test_random_drop_keeps_the_template_unless_asked() -> None:
         assert kept == sorted(set(kept))
         assert len(kept) == 12
         assert template | {newest} <= set(kept)
-    dropped = [template - {*RandomDrop(0.75, seed, drop_template=True).select(None, prompt)} for seed in range(50)]
+    dropped = [
+        template - {*RandomDrop(0.75, seed, drop_template=True).select(None, prompt)}
+        for seed in range(50)
+    ]
     assert set.union(*dropped) == template
-    assert RandomDrop(0.25).select(None, prompt) == [12, 13, 14, newest]  # no room for all of the template
+    # no room for all of the template
+    assert RandomDrop(0.25).select(None, prompt) == [12, 13, 14, newest]

@@ -1,7 +1,8 @@
 """Models with sliding windows: methods score and drop tokens where the whole prompt is seen.
 
-Layers are written by hand from the real patterns of `layer_types`, FLOPs are counted pair by pair, and a token that
-lies outside every window, but that all full-attention layers attend to, survives every method.
+Layers are written by hand from the real patterns of `layer_types`, FLOPs are counted pair by pair,
+and a token that lies outside every window, but that all full-attention layers attend to, survives
+every method.
 """
 
 import logging
@@ -48,9 +49,10 @@ EVERY_FOURTH = [4, 8, 12, 16, 20, 24, 28, 32]
 class Pattern:
     """A checkpoint's layers, as its config describes them, and what follows from them by hand.
 
-    settings: of the config. windows: of each layer. n: tokens of a prompt that is longer than the window.
-    paper: layers after which `schedule: paper` prunes; a solved speedup too. static: the layer after which static
-    pruning prunes. averaged: the layers whose importance it averages.
+    settings: of the config. windows: of each layer. n: tokens of a prompt that is longer than the
+        window.
+    paper: layers after which `schedule: paper` prunes; a solved speedup too. static: the layer
+    after which static pruning prunes. averaged: the layers whose importance it averages.
     """
 
     model_type: str
@@ -69,21 +71,26 @@ class Pattern:
     pyramidinfer: list[int]
 
 
-def sizes(layers: int, width: int, mlp: int, heads: int, kv_heads: int, head_dim: int, vocab: int) -> dict[str, Any]:
+def sizes(
+    layers: int, width: int, mlp: int, heads: int, kv_heads: int, head_dim: int, vocab: int
+) -> dict[str, Any]:
     return {
-        "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": mlp, "num_attention_heads": heads,
+        "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": mlp,
+        "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab,
     }  # fmt: skip
 
 
 _7B = sizes(32, 4096, 11008, 32, 32, 128, 100352)
 _PLAIN_32: dict[str, Any] = {
-    "paper": [9, 19, 28], "static": 2, "averaged": [1, 2], "gemfilter": 14, "fastkv": 16, "claa": [13, 14, 15, 16],
+    "paper": [9, 19, 28], "static": 2, "averaged": [1, 2], "gemfilter": 14, "fastkv": 16,
+    "claa": [13, 14, 15, 16],
     "asl": [*range(11, 32)], "uniprefill": [8, 12, 16, 20, 24, 28], "promptdistill": 14,
     "pyramidinfer": [*range(1, 32)],
 }  # fmt: skip
 _EVERY_FOURTH: dict[str, Any] = {  # of 32 layers; 30, 60 and 90 % of them are 9, 19 and 28
-    "windows": [4096, 4096, 4096, None] * 8, "n": 6000, "paper": [8, 16, 28], "static": 4, "averaged": [4],
+    "windows": [4096, 4096, 4096, None] * 8, "n": 6000, "paper": [8, 16, 28], "static": 4,
+    "averaged": [4],
     "gemfilter": 12, "fastkv": 16, "claa": [16], "asl": [8, 12, 16, 20, 24, 28],
     "uniprefill": [8, 12, 16, 20, 24, 28], "promptdistill": 12, "pyramidinfer": EVERY_FOURTH[:-1],
 }  # fmt: skip
@@ -151,9 +158,13 @@ PATTERNS = {
         promptdistill=12,
         pyramidinfer=[*range(1, 22)],
     ),
-    "olmo 3 7b": Pattern("olmo3", _7B | {"sliding_window": 4096, "max_position_embeddings": 65536}, **_EVERY_FOURTH),
+    "olmo 3 7b": Pattern(
+        "olmo3", _7B | {"sliding_window": 4096, "max_position_embeddings": 65536}, **_EVERY_FOURTH
+    ),
     "cohere 2 (command r7b)": Pattern(
-        "cohere2", sizes(32, 4096, 14336, 32, 8, 128, 256000) | {"sliding_window": 4096}, **_EVERY_FOURTH
+        "cohere2",
+        sizes(32, 4096, 14336, 32, 8, 128, 256000) | {"sliding_window": 4096},
+        **_EVERY_FOURTH,
     ),
 }
 ROWS = pytest.mark.parametrize("row", PATTERNS.values(), ids=[*PATTERNS])
@@ -164,8 +175,17 @@ def config_of(row: Pattern) -> Any:
 
 
 def counted_flops(row: Pattern, tokens: Sequence[int]) -> int:
-    """FLOPs of a prefill, query by query: linear maps, products with K and V in sight, one row of logits."""
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    """FLOPs of a prefill, query by query: linear maps, products with K and V in sight, one row
+    of logits.
+    """
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    )
     width, mlp, heads, kv_heads, head_dim, vocab = (row.settings[name] for name in names)
     elements = 2 * width * heads * head_dim + 2 * width * kv_heads * head_dim + 3 * width * mlp
     total = 2 * width * vocab
@@ -186,11 +206,15 @@ def tokens_after(row: Pattern, keep: dict[int, float]) -> list[int]:
 
 
 def counted_speedup(row: Pattern, keep: dict[int, float]) -> float:
-    return counted_flops(row, [row.n] * len(row.windows)) / counted_flops(row, tokens_after(row, keep))
+    return counted_flops(row, [row.n] * len(row.windows)) / counted_flops(
+        row, tokens_after(row, keep)
+    )
 
 
 def nearest_of_three(row: Pattern, keep: dict[int, float], target: float) -> bool:
-    """Whether no ratio 0.0001 above or below gives a speedup nearer to the target, counted by hand."""
+    """Whether no ratio 0.0001 above or below gives a speedup nearer to the target, counted by
+    hand.
+    """
     distances = []
     for step in (-1, 0, 1):
         moved = {layer: round(ratio + step / 10_000, 4) for layer, ratio in keep.items()}
@@ -253,15 +277,24 @@ def test_other_methods_choose_layers_that_see_the_whole_prompt(row: Pattern) -> 
 
 
 def test_asl_counts_the_layers_that_it_ranks() -> None:
-    """A variance is over max(2, layers that see everything // 4): 3 of gpt-oss's 12, 8 of 32, 2 of Gemma's 3."""
-    after = {  # the layer before which nothing is dropped, for a threshold that the first variance meets, or does not
-        "gpt-oss 20b": (12, 14), "mistral 7b v0.3": (18, 19), "olmo 3 7b": (12, 16), "gemma 3 270m": (12, None),
+    """A variance is over max(2, layers that see everything // 4): 3 of gpt-oss's 12, 8 of 32, 2
+    of Gemma's 3.
+    """
+    # the layer before which nothing is dropped, for a threshold that the first variance meets, or
+    # does not
+    after = {
+        "gpt-oss 20b": (12, 14), "mistral 7b v0.3": (18, 19), "olmo 3 7b": (12, 16),
+        "gemma 3 270m": (12, None),
     }  # fmt: skip
     for name, (met, unmet) in after.items():
         depth = Depth.of(config_of(PATTERNS[name]))
         for threshold, cut in ((2.0, met), (0.3, unmet)):
-            tokens = ASL(threshold=threshold, keep=100, window=8, retain=1).tokens_per_layer(depth, 1000)
-            assert tokens == [1000] * (cut or depth.count) + [108] * (depth.count - (cut or depth.count))
+            tokens = ASL(threshold=threshold, keep=100, window=8, retain=1).tokens_per_layer(
+                depth, 1000
+            )
+            assert tokens == [1000] * (cut or depth.count) + [108] * (
+                depth.count - (cut or depth.count)
+            )
 
 
 def test_pyramidinfer_drops_at_once_what_the_layers_with_windows_would_have_dropped() -> None:
@@ -306,8 +339,8 @@ def test_layer_with_a_window_is_obeyed_and_named_once(
     method.check(config)
     method.check(config)
     assert about_windows(lines) == [
-        f"{who} of gemma3_text sees 512 tokens, so its scores say nothing of what lies outside; full-attention layers "
-        "are 6, 12, 18"
+        f"{who} of gemma3_text sees 512 tokens, so its scores say nothing of what lies outside; "
+        "full-attention layers are 6, 12, 18"
     ]
 
 
@@ -325,13 +358,24 @@ def test_layers_that_see_everything_among_those_with_windows_score_without_a_lin
 
 DEFAULTS = [kind() for name, kind in METHODS.items() if name != "prompt_compression"]
 SCORE_BY_ATTENTION = {
-    *("LazyLLM", "static pruning", "GemFilter", "FastKV", "CLAA", "ASL", "UniPrefill", "PromptDistill"),
+    *(
+        "LazyLLM",
+        "static pruning",
+        "GemFilter",
+        "FastKV",
+        "CLAA",
+        "ASL",
+        "UniPrefill",
+        "PromptDistill",
+    ),
     *("PyramidInfer", "SpecPrefill"),
 }
 
 
 @pytest.mark.parametrize("method", DEFAULTS, ids=lambda method: method.label)
-def test_defaults_are_blind_only_where_every_layer_is(method: Method, lines: pytest.LogCaptureFixture) -> None:
+def test_defaults_are_blind_only_where_every_layer_is(
+    method: Method, lines: pytest.LogCaptureFixture
+) -> None:
     for name, row in PATTERNS.items():
         if name != "mistral 7b v0.1":
             method.check(config_of(row))
@@ -339,7 +383,8 @@ def test_defaults_are_blind_only_where_every_layer_is(method: Method, lines: pyt
     method.check(config_of(PATTERNS["mistral 7b v0.1"]))
     method.check(config_of(PATTERNS["mistral 7b v0.1"]))
     expected = [
-        f"{method.label}: every layer of mistral sees 4096 tokens, so its scores say nothing of what lies outside"
+        f"{method.label}: every layer of mistral sees 4096 tokens, so its scores say nothing of "
+        "what lies outside"
     ]
     assert about_windows(lines) == expected * (method.label in SCORE_BY_ATTENTION)
 
@@ -371,7 +416,9 @@ def test_a_users_method_is_warned_of_too(lines: pytest.LogCaptureFixture) -> Non
 def test_two_shares_that_fall_on_one_layer_are_refused_with_the_layers() -> None:
     depth = Depth.of(config_of(PATTERNS["gemma 3 270m"]))
     assert Schedule.parse({"40%": 0.5, "90%": 0.5}, depth) == Schedule({6: 0.5, 12: 0.5})
-    with pytest.raises(ValueError, match="are the same of 18 layers, of which 6, 12, 18 see the whole prompt"):
+    with pytest.raises(
+        ValueError, match="are the same of 18 layers, of which 6, 12, 18 see the whole prompt"
+    ):
         Schedule.parse({"40%": 0.5, "60%": 0.5}, depth)
 
 
@@ -380,7 +427,11 @@ def test_two_shares_that_fall_on_one_layer_are_refused_with_the_layers() -> None
 WINDOW, N, HIDDEN_TOKEN, PLACE = 7, 60, 5, 40
 KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 24},
-    "gemma2": {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "attn_implementation": "eager"},
+    "gemma2": {
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "attn_implementation": "eager",
+    },
     "qwen2": {"use_sliding_window": True},
     "olmo3": {},
     "cohere2": {},
@@ -389,7 +440,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def pattern_of(seed: int) -> list[str]:
-    """The kinds of 9 layers; of seed 0 every third has full attention, else 2 to 4 random ones, not the last alone."""
+    """The kinds of 9 layers; of seed 0 every third has full attention, else 2 to 4 random ones,
+    not the last alone.
+    """
     full = {2, 5, 8}
     if seed:
         rng = random.Random(seed)
@@ -401,8 +454,9 @@ def pattern_of(seed: int) -> list[str]:
 def windowed(architecture: str, seed: int) -> PreTrainedModel:
     """A random model in which every query of a full-attention layer attends to `HIDDEN_TOKEN` most.
 
-    All hidden states share a component, which queries read; this token alone has another, which keys read. No layer
-    writes to either. Both go to the last dimension of the heads, which RoPE turns least.
+    All hidden states share a component, which queries read; this token alone has another, which
+    keys read. No layer writes to either. Both go to the last dimension of the heads, which RoPE
+    turns least.
     """
     kinds = pattern_of(seed)
     settings = {"layer_types": kinds, "sliding_window": WINDOW} | KINDS[architecture]
@@ -424,7 +478,11 @@ def windowed(architecture: str, seed: int) -> PreTrainedModel:
             by_head[:, -1, coordinate] = 20
             if part.bias is not None:
                 part.bias.zero_()
-        for norm in ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm"):  # random weights may be negative
+        for norm in (
+            "input_layernorm",
+            "self_attn.q_norm",
+            "self_attn.k_norm",
+        ):  # random weights may be negative
             if norm in dict(layer.named_modules()):
                 layer.get_submodule(norm).weight.fill_(1.0)
     return model
@@ -436,8 +494,8 @@ def prompt_with_the_token(seed: int) -> list[int]:
     return [HIDDEN_TOKEN if place == PLACE else rng.choice(others) for place in range(N)]
 
 
-# Settings that drop tokens, at the layers that each method chooses itself; queries are so few that no window of theirs
-# reaches back to `PLACE`
+# Settings that drop tokens, at the layers that each method chooses itself; queries are so few that
+# no window of theirs reaches back to `PLACE`
 SURVIVES: dict[str, Method] = {
     "lazy, paper": Lazy(),
     "lazy, a share of the depth": Lazy("50%:0.3"),
@@ -462,10 +520,13 @@ def test_only_full_attention_layers_see_the_token(architecture: str, seed: int) 
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with torch.no_grad(), casts_in_float64():
-        attentions = model(torch.tensor([prompt_with_the_token(seed)]), output_attentions=True).attentions
+        attentions = model(
+            torch.tensor([prompt_with_the_token(seed)]), output_attentions=True
+        ).attentions
     model.set_attn_implementation(before)
     for kind, attention in zip(pattern_of(seed), attentions, strict=True):
-        rows = attention[0, :, -12:].mean(dim=0)  # of the last queries, all of which methods look from
+        # of the last queries, all of which methods look from
+        rows = attention[0, :, -12:].mean(dim=0)
         if kind == "full_attention":
             assert (rows.argmax(dim=-1) == PLACE).all()
         else:
@@ -502,12 +563,16 @@ BLIND: dict[str, Method] = {
 def test_layer_with_a_window_by_number_drops_it(name: str, architecture: str) -> None:
     """The user is obeyed, and the test above can fail."""
     with casts_in_float64():
-        out = lazyllm.generate(windowed(architecture, 0), prompt_with_the_token(0), BLIND[name], 2, ())
+        out = lazyllm.generate(
+            windowed(architecture, 0), prompt_with_the_token(0), BLIND[name], 2, ()
+        )
     [(layer, kept)] = out.selected[0].items()
     assert layer in (1, 2, 4)
     assert PLACE not in kept
 
 
 def test_trianglemix_drops_nothing() -> None:
-    out = lazyllm.generate(windowed("qwen2", 0), prompt_with_the_token(0), TriangleMix(1, 1, 3, 2), 2, ())
+    out = lazyllm.generate(
+        windowed("qwen2", 0), prompt_with_the_token(0), TriangleMix(1, 1, 3, 2), 2, ()
+    )
     assert out.computed[0].tolist() == [N] * 9

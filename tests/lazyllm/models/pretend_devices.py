@@ -1,7 +1,8 @@
-"""Several devices on a machine with one: tensors that know their device, and refuse operations across devices.
+"""Several devices on a machine with one: tensors that know their device, and refuse operations
+across devices.
 
-The CPU does all arithmetic, so that results can be compared bit for bit; only the bookkeeping has several devices.
-Kernels and streams of a real accelerator are not simulated.
+The CPU does all arithmetic, so that results can be compared bit for bit; only the bookkeeping has
+several devices. Kernels and streams of a real accelerator are not simulated.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ class Placed(torch.Tensor):
     @staticmethod
     def __new__(cls, held: torch.Tensor, place: torch.device) -> Placed:
         out: Any = torch.Tensor._make_wrapper_subclass(
-            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=CPU
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=CPU,
         )
         out.held, out.place = held, place
         return out
@@ -59,7 +65,9 @@ def placed(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
 
 @contextmanager
 def pretending() -> Iterator[Counter[tuple[str, str]]]:
-    """Within it, a device with a number is a pretended one. Yields the counts of copies from device to device."""
+    """Within it, a device with a number is a pretended one. Yields the counts of copies from
+    device to device.
+    """
     above = _Above()
     with _Below(), above:
         yield above.moves
@@ -100,24 +108,31 @@ class _Above(TorchFunctionMode):
 
 
 class _Below(TorchDispatchMode):
-    """Also checks operations on plain tensors, so that a host tensor cannot be combined with a device's."""
+    """Also checks operations on plain tensors, so that a host tensor cannot be combined with a
+    device's.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the operation on the wrapped tensors; its result is on their device. RuntimeError for two devices."""
+    """Run the operation on the wrapped tensors; its result is on their device. RuntimeError for
+    two devices.
+    """
     name = func.overloadpacket.__name__
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    places = {place_of(leaf) for leaf in given if leaf.ndim or isinstance(leaf, Placed)}  # numbers are everywhere
+    # numbers are everywhere
+    places = {place_of(leaf) for leaf in given if leaf.ndim or isinstance(leaf, Placed)}
     if len(places) > 1 and name not in _COPIES:
         raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(map(str, places)))} met")
     home = place_of(args[0]) if name == "copy_" else next(iter(places), CPU)
     out = func(*tree_map(_held, args), **tree_map(_held, kwargs))
     if given and any(out is _held(leaf) for leaf in given):  # in place
         return next(leaf for leaf in given if _held(leaf) is out)
-    return tree_map(lambda leaf: placed(leaf, home) if isinstance(leaf, torch.Tensor) else leaf, out)
+    return tree_map(
+        lambda leaf: placed(leaf, home) if isinstance(leaf, torch.Tensor) else leaf, out
+    )
 
 
 def _held(one: Any) -> Any:

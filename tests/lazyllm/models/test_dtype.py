@@ -64,7 +64,12 @@ STORED = [
     ({"dtype": "float8_e4m3fn"}, "bfloat16", "float32", "bfloat16"),
     ({"dtype": "float32"}, "float32", "float32", "float32"),
     ({"dtype": "float64"}, "float64", "float64", "float64"),
-    ({"dtype": "float16", "quantization_config": {"quant_method": "awq"}}, "float16", "float16", "float16"),
+    (
+        {"dtype": "float16", "quantization_config": {"quant_method": "awq"}},
+        "float16",
+        "float16",
+        "float16",
+    ),
 ]
 
 
@@ -84,13 +89,18 @@ def test_advantage_of_bfloat16_must_be_clear(tmp_path: Path) -> None:
     spec = checkpoint(tmp_path / "model", dtype="bfloat16")
     chosen = [choose_dtype(spec, "cpu", lambda gain=gain: gain) for gain in (0.4, 1.0, 1.3, 2.0)]
     assert [dtype for dtype, _ in chosen] == ["float32", "float32", "float32", "bfloat16"]
-    assert [reason for _, reason in chosen][-1] == "on this CPU a product is 2 times as fast in bfloat16 as in float32"
+    assert [reason for _, reason in chosen][
+        -1
+    ] == "on this CPU a product is 2 times as fast in bfloat16 as in float32"
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_dtype_that_is_given_is_taken(dtype: str) -> None:
     for device in ("cpu", "cuda"):
-        assert choose_dtype(ModelSpec("no/model", dtype=dtype), device, unasked) == (dtype, "as asked for")
+        assert choose_dtype(ModelSpec("no/model", dtype=dtype), device, unasked) == (
+            dtype,
+            "as asked for",
+        )
 
 
 @pytest.mark.usefixtures("offline")
@@ -134,7 +144,10 @@ def test_product_is_measured_once_and_kept(cache: Path) -> None:
     assert gain > 0
     assert kept_gain() == gain
     assert [file.name for file in cache.rglob("*.json")] == [gain_file().name]
-    code = "from lazyllm.models.dtype import bfloat16_gain as gain; import sys; print(gain(), 'torch' in sys.modules)"
+    code = (
+        "from lazyllm.models.dtype import bfloat16_gain as gain; import sys; print(gain(), 'torch' "
+        "in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(gain), "False"]
 
@@ -161,7 +174,9 @@ def test_cache_that_cannot_be_written_costs_time_only(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(("gain", "expected"), [(FAST, torch.bfloat16), (SLOW, torch.float32)])
-def test_model_loads_in_it_and_says_why(gain: float, expected: torch.dtype, tmp_path: Path, caplog: Any) -> None:
+def test_model_loads_in_it_and_says_why(
+    gain: float, expected: torch.dtype, tmp_path: Path, caplog: Any
+) -> None:
     keep_gain(gain)
     half, whole = tmp_path / "half", tmp_path / "whole"
     model_of("llama").to(torch.bfloat16).save_pretrained(half)
@@ -170,8 +185,12 @@ def test_model_loads_in_it_and_says_why(gain: float, expected: torch.dtype, tmp_
         model = load_weights(ModelSpec(str(half), device="cpu"))
     assert {parameter.dtype for parameter in model.parameters()} == {expected}
     name = str(expected).removeprefix("torch.")
-    (line,) = [record.getMessage() for record in caplog.records if " loads in " in record.getMessage()]
-    assert line.startswith(f"{half} loads in {name}: on this CPU a product is {gain:g} times as fast")
+    (line,) = [
+        record.getMessage() for record in caplog.records if " loads in " in record.getMessage()
+    ]
+    assert line.startswith(
+        f"{half} loads in {name}: on this CPU a product is {gain:g} times as fast"
+    )
     assert load_weights(ModelSpec(str(whole), device="cpu")).dtype == torch.float32
     assert load_weights(ModelSpec(str(half), device="cpu", dtype="float16")).dtype == torch.float16
     assert load_weights(ModelSpec("layers=2,width=64", "dummy", device="cpu")).dtype == expected

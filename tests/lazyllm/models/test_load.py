@@ -44,7 +44,9 @@ def refused(source: Path | str, message: str) -> None:
 
 
 def same_weights(left: PreTrainedModel, right: PreTrainedModel) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
+    return all(
+        torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True)
+    )
 
 
 def edit(file: Path, **changes: object) -> None:
@@ -58,7 +60,10 @@ def test_preset_folder_and_repository_are_the_same_model(name: str, tiny, hub) -
     assert not model.training
     assert same_weights(model, tiny)
     assert tokenizer is not None
-    assert tokenizer.decode(tokenizer("Grüße, 世界\n").input_ids, skip_special_tokens=True) == "Grüße, 世界\n"
+    assert (
+        tokenizer.decode(tokenizer("Grüße, 世界\n").input_ids, skip_special_tokens=True)
+        == "Grüße, 世界\n"
+    )
     commit = Repository.commit if name == "owner/tiny" else None
     assert getattr(load_config(ModelSpec(name)), "_commit_hash", None) == commit
 
@@ -74,7 +79,9 @@ def test_load_model_uses_the_dtype(dtype: str) -> None:
 def test_random_weights_are_seeded_and_leave_the_global_generator_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    one, again, other = (load_weights(ModelSpec("tiny", "dummy", "bfloat16", "cpu", seed=seed)) for seed in (0, 0, 1))
+    one, again, other = (
+        load_weights(ModelSpec("tiny", "dummy", "bfloat16", "cpu", seed=seed)) for seed in (0, 0, 1)
+    )
     assert torch.equal(torch.get_rng_state(), before)
     assert same_weights(one, again)
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
@@ -98,22 +105,39 @@ def test_random_weights_are_drawn_once_and_are_as_transformers_makes_them(name: 
     config = random_variant(name, 0, "eager", torch.bfloat16).config
     usual = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with Drawn() as drawn:
-        model = random_weights(config, ModelSpec(name, "dummy", "bfloat16", "cpu", attn_implementation="eager"))
+        model = random_weights(
+            config, ModelSpec(name, "dummy", "bfloat16", "cpu", attn_implementation="eager")
+        )
     assert drawn.numbers == sum(
-        layer.weight.numel() for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Embedding))
+        layer.weight.numel()
+        for layer in model.modules()
+        if isinstance(layer, (nn.Linear, nn.Embedding))
     )
     for kind in ("named_parameters", "named_buffers"):
-        for (key, own), (other_key, other) in zip(getattr(model, kind)(), getattr(usual, kind)(), strict=True):
-            assert (key, own.dtype, own.shape, own.device) == (other_key, other.dtype, other.shape, other.device)
-            assert torch.equal(own, other) or own.std().item() == pytest.approx(other.std().item(), rel=0.2)
+        for (key, own), (other_key, other) in zip(
+            getattr(model, kind)(), getattr(usual, kind)(), strict=True
+        ):
+            assert (key, own.dtype, own.shape, own.device) == (
+                other_key,
+                other.dtype,
+                other.shape,
+                other.device,
+            )
+            assert torch.equal(own, other) or own.std().item() == pytest.approx(
+                other.std().item(), rel=0.2
+            )
 
 
 def test_dummy_has_no_tokenizer_unless_named(offline, monkeypatch) -> None:
     monkeypatch.setitem(
-        PRESETS, "small", Preset("owner/small", random_model("llama", 0).config.to_dict() | {"vocab_size": 923})
+        PRESETS,
+        "small",
+        Preset("owner/small", random_model("llama", 0).config.to_dict() | {"vocab_size": 923}),
     )
     assert lazyllm.load_model("small", "dummy", "float32", "cpu")[1] is None
-    assert lazyllm.load_model("small", "dummy", "float32", "cpu", tokenizer=str(TINY))[1] is not None
+    assert (
+        lazyllm.load_model("small", "dummy", "float32", "cpu", tokenizer=str(TINY))[1] is not None
+    )
 
 
 def test_end_tokens_are_the_generation_configs(tiny_copy: Path) -> None:
@@ -145,7 +169,10 @@ def test_repository_without_access_is_refused_with_the_remedy(hub) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "nosuch"}, "no preset: the nearest names are .*; lazyllm-bench run --list shows all"),
+        (
+            {"name": "nosuch"},
+            "no preset: the nearest names are .*; lazyllm-bench run --list shows all",
+        ),
         ({"name": "./nosuch"}, "no such folder"),
         ({"name": "a/b/c"}, "no such folder"),
         ({"dtype": "int8"}, "unknown dtype 'int8'"),
@@ -180,7 +207,9 @@ class Code:
         ("adapter_model.bin", "config.json"),
     ],
 )
-def test_pickle_with_code_is_refused_and_not_run(tiny_copy: Path, tiny, file: str, named_by: str | None) -> None:
+def test_pickle_with_code_is_refused_and_not_run(
+    tiny_copy: Path, tiny, file: str, named_by: str | None
+) -> None:
     mark = tiny_copy / "mark"
     torch.save({**tiny.state_dict(), "bomb": Code(mark)}, tiny_copy / file)
     (tiny_copy / "model.safetensors").unlink()
@@ -193,7 +222,9 @@ def test_pickle_with_code_is_refused_and_not_run(tiny_copy: Path, tiny, file: st
     assert not mark.exists()
 
 
-def test_pickle_with_shards_of_a_repository_loads(tmp_path: Path, hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickle_with_shards_of_a_repository_loads(
+    tmp_path: Path, hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = Mock()  # transformers would ask the hub to convert the repository
     monkeypatch.setattr("transformers.modeling_utils.auto_conversion", asked)
     files = xgen([5, 6])
@@ -202,7 +233,11 @@ def test_pickle_with_shards_of_a_repository_loads(tmp_path: Path, hub, monkeypat
         (tmp_path / name).write_bytes(content)
     pickles = sorted(tmp_path.glob("*.bin"))
     assert len(pickles) > 1
-    expected = {name: tensor for file in pickles for name, tensor in torch.load(file, weights_only=True).items()}
+    expected = {
+        name: tensor
+        for file in pickles
+        for name, tensor in torch.load(file, weights_only=True).items()
+    }
     loaded = load("xgen").state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
@@ -223,7 +258,9 @@ def test_pickle_with_tied_weights_and_views_loads(tmp_path: Path) -> None:
     model = random_variant("llama", 0, dtype=torch.float32, tie_word_embeddings=True)
     state = model.state_dict()
     assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
-    state["model.layers.0.self_attn.q_proj.weight"] = state["model.layers.0.self_attn.q_proj.weight"].T.contiguous().T
+    state["model.layers.0.self_attn.q_proj.weight"] = (
+        state["model.layers.0.self_attn.q_proj.weight"].T.contiguous().T
+    )
     model.config.save_pretrained(tmp_path)
     torch.save(state, tmp_path / "pytorch_model.bin")
     loaded = load(tmp_path).state_dict()
@@ -242,17 +279,39 @@ def test_remote_code_is_refused_and_not_run(tiny_copy: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", {"rope_parameters": {"rope_type": "yarn"}}, r"json could not be used \(KeyError: .*factor"),
-        ("config.json", {"rope_parameters": {"rope_type": "none"}}, "could not be loaded: KeyError: 'none'"),
-        ("config.json", {"num_attention_heads": 3}, r"json could not be used .* not a multiple of .* heads \(3\)"),
-        ("config.json", {"quantization_config": "fp8"}, r"config\.json could not be used \(AttributeError"),
+        (
+            "config.json",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            r"json could not be used \(KeyError: .*factor",
+        ),
+        (
+            "config.json",
+            {"rope_parameters": {"rope_type": "none"}},
+            "could not be loaded: KeyError: 'none'",
+        ),
+        (
+            "config.json",
+            {"num_attention_heads": 3},
+            r"json could not be used .* not a multiple of .* heads \(3\)",
+        ),
+        (
+            "config.json",
+            {"quantization_config": "fp8"},
+            r"config\.json could not be used \(AttributeError",
+        ),
         ("config.json", {"model_type": "t5"}, "its model_type t5 is not a causal language model"),
         ("generation_config.json", [], "could not be loaded: TypeError"),
-        ("tokenizer.json", {}, r"its tokenizer could not be loaded \(KeyError.*model\.tokenizer=FOLDER"),
+        (
+            "tokenizer.json",
+            {},
+            r"its tokenizer could not be loaded \(KeyError.*model\.tokenizer=FOLDER",
+        ),
         ("tokenizer_config.json", [], r"its tokenizer could not be loaded \(AttributeError"),
     ],
 )
-def test_file_that_transformers_cannot_use_is_refused(tiny_copy: Path, file: str, content: Any, message: str) -> None:
+def test_file_that_transformers_cannot_use_is_refused(
+    tiny_copy: Path, file: str, content: Any, message: str
+) -> None:
     if file == "config.json":
         edit(tiny_copy / file, **content)
     else:
@@ -285,16 +344,26 @@ def test_shards_are_whole_or_refused(tmp_path: Path, tiny) -> None:
         refused(folder, "model.safetensors.index.json could not be used")
 
 
-def test_checkpoint_whose_weights_are_not_the_architectures_is_refused(tiny_copy: Path, tiny) -> None:
+def test_checkpoint_whose_weights_are_not_the_architectures_is_refused(
+    tiny_copy: Path, tiny
+) -> None:
     weights = load_file(tiny_copy / "model.safetensors")
     del weights["model.layers.3.mlp.up_proj.weight"]
     save_file(weights, tiny_copy / "model.safetensors", metadata={"format": "pt"})
-    refused(tiny_copy, "lacks 1 of the model's weights, the first: model.layers.3.mlp.up_proj.weight")
+    refused(
+        tiny_copy, "lacks 1 of the model's weights, the first: model.layers.3.mlp.up_proj.weight"
+    )
     norm = "model.norm.weight"
     biases = {"model.layers.3.mlp.up_proj.bias": torch.ones(256), "lm_head.bias": torch.ones(2)}
     for changed, message in (
-        (tiny.state_dict() | biases, "has 2 weights in its layers that the model has not, the first: lm_head.bias"),
-        (tiny.state_dict() | {norm: torch.ones(9)}, f"has 1 weights of another shape .*, the first: {norm}"),
+        (
+            tiny.state_dict() | biases,
+            "has 2 weights in its layers that the model has not, the first: lm_head.bias",
+        ),
+        (
+            tiny.state_dict() | {norm: torch.ones(9)},
+            f"has 1 weights of another shape .*, the first: {norm}",
+        ),
     ):
         changed.pop("lm_head.weight")  # tied
         save_file(changed, tiny_copy / "model.safetensors")
@@ -318,11 +387,15 @@ def test_weights_that_are_not_finite_are_refused(tiny_copy: Path) -> None:
     refused(tiny_copy, r"logits are not finite .* in float32: check that its weights are complete")
 
 
-def test_folder_s_own_tokenizer_must_fit_the_model(tiny_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_s_own_tokenizer_must_fit_the_model(
+    tiny_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a folder whose tokenizer was replaced: refused before the weights are read."""
     config = json.loads((tiny_copy / "config.json").read_text())
     (tiny_copy / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
-    refusal = r"tokenizer of .*checkpoint: it has [0-9,]+ tokens, the model 100: give the model's own"
+    refusal = (
+        r"tokenizer of .*checkpoint: it has [0-9,]+ tokens, the model 100: give the model's own"
+    )
     with pytest.raises(UserError, match=refusal):
         prepared(f"model={tiny_copy}", "dataset=lookup", "limit=1")
     monkeypatch.setattr("lazyllm.models.load.load_weights", None)
@@ -330,7 +403,9 @@ def test_folder_s_own_tokenizer_must_fit_the_model(tiny_copy: Path, monkeypatch:
         lazyllm.load_model(str(tiny_copy))
 
 
-def test_another_tokenizer_with_another_end_is_named(tiny_copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_tokenizer_with_another_end_is_named(
+    tiny_copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     lazyllm.load_model("tiny", tokenizer=str(tiny_copy))
     assert not any(record.levelname == "WARNING" for record in caplog.records)
     file = tiny_copy / "tokenizer_config.json"

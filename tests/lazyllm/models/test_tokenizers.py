@@ -14,19 +14,44 @@ needs_llama2 = needs(LLAMA2)
 
 
 def texts(count: int) -> list[str]:
-    """Texts that are hard for a converted tokenizer: runs of spaces and signs, a space first, other scripts, bytes."""
+    """Texts that are hard for a converted tokenizer: runs of spaces and signs, a space first,
+    other scripts, bytes.
+    """
     draw = random.Random(0)
-    kinds = ["aeinst", "  \n\t", "01", ".-_=*#", "=====", "éü日本語한", "😀\x00\ufffd\u2581", "The See private "]
-    return ["".join(draw.choice(draw.choice(kinds)) for _ in range(draw.randint(1, 40))) for _ in range(count)]
+    kinds = [
+        "aeinst",
+        "  \n\t",
+        "01",
+        ".-_=*#",
+        "=====",
+        "éü日本語한",
+        "😀\x00\ufffd\u2581",
+        "The See private ",
+    ]
+    return [
+        "".join(draw.choice(draw.choice(kinds)) for _ in range(draw.randint(1, 40)))
+        for _ in range(count)
+    ]
 
 
 @needs_llama2
 def test_llama2s_ids_are_sentencepieces():
     assert len(llama2()) == sentencepiece().get_piece_size() == 32000
     assert (
-        (llama2().bos_token_id, llama2().eos_token_id) == (sentencepiece().bos_id(), sentencepiece().eos_id()) == (1, 2)
+        (llama2().bos_token_id, llama2().eos_token_id)
+        == (sentencepiece().bos_id(), sentencepiece().eos_id())
+        == (1, 2)
     )
-    for text in ["", " ", "  ", " x", "is.  See the\n", "\n        private static", " " * 40 + "x", *texts(2000)]:
+    for text in [
+        "",
+        " ",
+        "  ",
+        " x",
+        "is.  See the\n",
+        "\n        private static",
+        " " * 40 + "x",
+        *texts(2000),
+    ]:
         assert llama2()(text).input_ids == [1, *sentencepiece().encode(text)], repr(text)
 
 
@@ -35,9 +60,15 @@ def test_llama2s_texts_are_sentencepieces():
     for text in texts(300):
         ids = sentencepiece().encode(text)
         whole_characters = "\ufffd" not in sentencepiece().decode(ids[len(ids) // 2 :])
-        if whole_characters:  # inside a character the two spell the rest of its bytes in other numbers of U+FFFD
-            assert llama2().decode(ids[len(ids) // 2 :]) == sentencepiece().decode(ids[len(ids) // 2 :]), repr(text)
-        assert llama2().decode([1, *ids], skip_special_tokens=True) == sentencepiece().decode(ids), repr(text)
+        if (
+            whole_characters
+        ):  # inside a character the two spell the rest of its bytes in other numbers of U+FFFD
+            assert llama2().decode(ids[len(ids) // 2 :]) == sentencepiece().decode(
+                ids[len(ids) // 2 :]
+            ), repr(text)
+        assert llama2().decode([1, *ids], skip_special_tokens=True) == sentencepiece().decode(
+            ids
+        ), repr(text)
 
 
 @needs_llama2
@@ -46,7 +77,8 @@ def test_tokenizer_json_made_of_a_model_file_has_the_same_ids(tmp_path):
     assert not (tmp_path / "tokenizer.model").exists()
     again = load_tokenizer(tmp_path)
     for text in texts(500):
-        # transformers puts no space in front of a text that begins with one; LongBench's prompts do not.
+        # transformers puts no space in front of a text that begins with one; LongBench's prompts do
+        # not.
         text = text.lstrip(" \u2581") or "x"
         assert again(text).input_ids == [1, *sentencepiece().encode(text)], repr(text)
 
@@ -54,7 +86,9 @@ def test_tokenizer_json_made_of_a_model_file_has_the_same_ids(tmp_path):
 @needs_llama2
 def test_settings_beside_the_file_are_used(tmp_path):
     shutil.copy(LLAMA2 / "tokenizer.model", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False, "chat_template": "x"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"add_bos_token": False, "chat_template": "x"})
+    )
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.chat_template == "x"
     (tmp_path / "chat_template.jinja").write_text("y")  # as in transformers, it goes before
@@ -75,7 +109,8 @@ def test_path_to_nothing_is_refused(source):
     [
         ("other.txt", b"", r"neither tokenizer\.json nor tokenizer\.model"),
         ("tokenizer.model", b"", "not a sentencepiece model|of another kind"),
-        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "not a sentencepiece model|of another kind"),  # Llama 3's: tiktoken's
+        # Llama 3's: tiktoken's
+        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "not a sentencepiece model|of another kind"),
         ("tokenizer.json", b"{", r"model\.tokenizer=FOLDER"),
     ],
 )
@@ -102,5 +137,7 @@ def test_sentencepiece_model_of_another_kind_is_refused(tmp_path):
 
 
 def test_hub_id_is_refused_offline_with_the_remedy(offline):
-    with pytest.raises(UserError, match=r"some/model: .*not in the hub's cache.*model\.tokenizer=FOLDER"):
+    with pytest.raises(
+        UserError, match=r"some/model: .*not in the hub's cache.*model\.tokenizer=FOLDER"
+    ):
         load_tokenizer("some/model")

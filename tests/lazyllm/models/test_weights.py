@@ -1,4 +1,6 @@
-"""Quantised checkpoints, and models that transformers spread: every method's result is that of one device."""
+"""Quantised checkpoints, and models that transformers spread: every method's result is that of
+one device.
+"""
 
 import copy
 import json
@@ -52,11 +54,17 @@ def same(one: lazyllm.Generation, other: lazyllm.Generation) -> None:
     assert one.token_ids == other.token_ids
     assert torch.equal(one.first_logits, other.first_logits)
     assert one.computed.tolist() == other.computed.tolist()
-    assert (one.selected, one.kv_bytes, one.aux_bytes) == (other.selected, other.kv_bytes, other.aux_bytes)
+    assert (one.selected, one.kv_bytes, one.aux_bytes) == (
+        other.selected,
+        other.kv_bytes,
+        other.aux_bytes,
+    )
 
 
 def check_batched(model: PreTrainedModel, method: Method, expected: lazyllm.Generation) -> None:
-    """Assert that two prompts of 30 tokens give in a batch what one gives alone; half precision rounds it otherwise."""
+    """Assert that two prompts of 30 tokens give in a batch what one gives alone; half precision
+    rounds it otherwise.
+    """
     for _, found in lazyllm.generate_many(
         model, [prompt_tensor(30)] * 2, method, len(expected.token_ids), (), batch_size=2
     ):
@@ -65,9 +73,17 @@ def check_batched(model: PreTrainedModel, method: Method, expected: lazyllm.Gene
             assert found.computed.tolist() == expected.computed.tolist()
 
 
-def test_checkpoint_quantised_by_a_missing_package_is_refused_before_it_loads(saved: str, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
-    for method, message in (("bitsandbytes", "bitsandbytes"), ("gptq", "cannot be read here"), ("mine", "'mine'")):
+def test_checkpoint_quantised_by_a_missing_package_is_refused_before_it_loads(
+    saved: str, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(
+        load.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded")
+    )
+    for method, message in (
+        ("bitsandbytes", "bitsandbytes"),
+        ("gptq", "cannot be read here"),
+        ("mine", "'mine'"),
+    ):
         folder = tmp_path / method
         shutil.copytree(saved, folder)
         own = {"quant_method": method, "load_in_8bit": method == "bitsandbytes", "bits": 4}
@@ -77,8 +93,12 @@ def test_checkpoint_quantised_by_a_missing_package_is_refused_before_it_loads(sa
             load_weights(ModelSpec(str(folder), device="cpu"))
 
 
-def test_quantised_checkpoint_is_made_on_its_device_by_its_own_config(saved: str, tmp_path: Path, monkeypatch) -> None:
-    """Nothing that can be installed everywhere quantises, so that what transformers would do is only noted."""
+def test_quantised_checkpoint_is_made_on_its_device_by_its_own_config(
+    saved: str, tmp_path: Path, monkeypatch
+) -> None:
+    """Nothing that can be installed everywhere quantises, so that what transformers would do is
+    only noted.
+    """
     told: dict[str, Any] = {}
 
     def from_pretrained(source: str, **how: object) -> tuple[PreTrainedModel, dict]:
@@ -103,16 +123,28 @@ def test_quantised_checkpoint_is_made_on_its_device_by_its_own_config(saved: str
         load_weights(ModelSpec(str(folder), device="cpu"))
 
 
-PARTS = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(4)), "model.norm", "lm_head"]
+PARTS = [
+    "model.embed_tokens",
+    *(f"model.layers.{layer}" for layer in range(4)),
+    "model.norm",
+    "lm_head",
+]
 
 
 @KINDS
 def test_weights_on_disk_change_nothing(saved: str, dtype: str, attention: str) -> None:
-    place = {part: "cpu" if part == "model.layers.2" else "disk" for part in PARTS} | {"model.rotary_emb": "cpu"}
+    place = {part: "cpu" if part == "model.layers.2" else "disk" for part in PARTS} | {
+        "model.rotary_emb": "cpu"
+    }
     plain = load_weights(ModelSpec(saved, dtype=dtype, device="cpu", attn_implementation=attention))
-    how: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention, "device_map": place}
+    how: dict[str, Any] = {
+        "dtype": getattr(torch, dtype),
+        "attn_implementation": attention,
+        "device_map": place,
+    }
     model = AutoModelForCausalLM.from_pretrained(saved, **how).eval()
-    assert model.model.layers[1].mlp.up_proj.weight.device.type == "meta"  # it is read when it is its turn
+    # it is read when it is its turn
+    assert model.model.layers[1].mlp.up_proj.weight.device.type == "meta"
     assert devices_of(model) == (main_device(model),) == (torch.device("cpu"),)
     for method in PRUNING.values():
         expected = lazyllm.generate(plain, prompt_tensor(30), method, 3, ())
@@ -132,19 +164,25 @@ SPREADS = {
 
 
 def spread(model: PreTrainedModel, places: list[torch.device]) -> PreTrainedModel:
-    """The model with its parts on pretended devices, and accelerate's hooks on them as `dispatch_model` has them."""
+    """The model with its parts on pretended devices, and accelerate's hooks on them as
+    `dispatch_model` has them.
+    """
     place_of_part = dict(zip(PARTS, places, strict=True)) | {"model.rotary_emb": places[-1]}
     for name, place in place_of_part.items():
         for part in model.get_submodule(name).modules():
             for key, value in part._parameters.items():
                 if value is not None:
-                    part._parameters[key] = nn.Parameter(Placed(value.data, place), requires_grad=False)
+                    part._parameters[key] = nn.Parameter(
+                        Placed(value.data, place), requires_grad=False
+                    )
             for key, value in part._buffers.items():
                 if value is not None:
                     part._buffers[key] = Placed(value, place)
     whole = {"": places[0]} | place_of_part
     for name, place in whole.items():
-        hook = hooks.AlignDevicesHook(place, io_same_device=name == "", skip_keys=["past_key_values"])
+        hook = hooks.AlignDevicesHook(
+            place, io_same_device=name == "", skip_keys=["past_key_values"]
+        )
         hook.init_hook = lambda module: module  # the weights are there already
         hooks.add_hook_to_module(model.get_submodule(name), hook)
     model.hf_device_map = place_of_part
@@ -155,15 +193,19 @@ def spread(model: PreTrainedModel, places: list[torch.device]) -> PreTrainedMode
 def synchronised(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     seen: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", seen.append)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))  # chooses SDPA's backend
+    # chooses SDPA's backend
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     return seen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("which", "attention"), [("three, back and forth", "sdpa"), ("two", "eager"), ("no layer at home", "sdpa")]
+    ("which", "attention"),
+    [("three, back and forth", "sdpa"), ("two", "eager"), ("no layer at home", "sdpa")],
 )
-def test_no_tensors_of_two_devices_meet(which: str, attention: str, synchronised: list[torch.device]) -> None:
+def test_no_tensors_of_two_devices_meet(
+    which: str, attention: str, synchronised: list[torch.device]
+) -> None:
     plain = random_model("llama", 2, num_layers=4, dtype=torch.float32)
     plain.config._attn_implementation = attention
     model = spread(copy.deepcopy(plain), SPREADS[which])
@@ -179,25 +221,31 @@ def test_no_tensors_of_two_devices_meet(which: str, attention: str, synchronised
             assert found.first_logits.device == FIRST
         same(replace(found, first_logits=found.first_logits.held), expected)
         assert set(synchronised) == used
-        assert len(synchronised) == len(used) * (STEPS + 1 + isinstance(method, CHOOSING))  # the clock is read
+        # the clock is read
+        assert len(synchronised) == len(used) * (STEPS + 1 + isinstance(method, CHOOSING))
         if isinstance(method, Lazy):
             with pretending():
                 check_batched(model, method, expected)
 
 
-def test_spread_model_costs_one_move_a_boundary_between_devices(synchronised: list[torch.device]) -> None:
+def test_spread_model_costs_one_move_a_boundary_between_devices(
+    synchronised: list[torch.device],
+) -> None:
     model = spread(random_model("llama", 2, num_layers=4, dtype=torch.float32), SPREADS["two"])
     with pretending():
         check_same_as_model(model)  # as `load_model` does: else the first generation would
     with pretending() as moves:
         lazyllm.generate(model, prompt_tensor(30), lazyllm.methods.Baseline(), STEPS, ())
-    # there: hidden states, positions, cos and sin before layer 3 (not again before layer 4), the same but cos and sin
-    # before the rotary embedding, the last token's before the norm; back: cos and sin, hidden states, logits
+    # there: hidden states, positions, cos and sin before layer 3 (not again before layer 4), the
+    # same but cos and sin before the rotary embedding, the last token's before the norm; back: cos
+    # and sin, hidden states, logits
     assert moves["cuda:0", "cuda:1"] == STEPS * (4 + 2 + 1)
     assert moves["cuda:1", "cuda:0"] == STEPS * (2 + 1 + 1)
 
 
-def test_pretended_devices_tell_when_something_is_not_moved(monkeypatch, synchronised: list[torch.device]) -> None:
+def test_pretended_devices_tell_when_something_is_not_moved(
+    monkeypatch, synchronised: list[torch.device]
+) -> None:
     with pretending(), pytest.raises(RuntimeError, match="tensors on cuda:0 and cuda:1 met"):
         torch.ones(2, device=FIRST) + torch.ones(2, device=SECOND)
     with pretending(), pytest.raises(RuntimeError, match="tensors on cpu and cuda:0 met"):

@@ -1,7 +1,7 @@
 """XGen 7B's tokenizer against tiktoken itself, on the ranks that the published code would give it.
 
-The tests run on 50,000 pairs of bytes (merges of GPT-2's number, without a run of blanks), and real rows on GPT-2's own
-merges if `../shared/tokenizers/gpt2` is there.
+The tests run on 50,000 pairs of bytes (merges of GPT-2's number, without a run of blanks), and real
+rows on GPT-2's own merges if `../shared/tokenizers/gpt2` is there.
 """
 
 import hashlib
@@ -25,15 +25,19 @@ from lazyllm.models.tokenizers import load_tokenizer, load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.hub_server import Repository
 
-CHARACTERS = [code for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]  # no surrogates
+# no surrogates
+CHARACTERS = [code for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
-# The published ids, counted out by hand: 50257 + 30 runs of spaces + 8 runs of tabs = 50295, + 18 control tokens.
+# The published ids, counted out by hand: 50257 + 30 runs of spaces + 8 runs of tabs = 50295, + 18
+# control tokens.
 SPACES = {length: 50257 + (31 - length) for length in range(2, 32)}
 TABS = {length: 50287 + (9 - length) for length in range(2, 10)}
 CONTROL_NAMES = [
-    "fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "filename", "gh_stars", "issue_start", "issue_comment",
-    "issue_closed", "jupyter_start", "jupyter_text", "jupyter_code", "jupyter_output", "empty_output", "commit_before",
+    "fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "filename", "gh_stars", "issue_start",
+    "issue_comment",
+    "issue_closed", "jupyter_start", "jupyter_text", "jupyter_code", "jupyter_output",
+    "empty_output", "commit_before",
     "commit_msg", "commit_after", "reponame",
 ]  # fmt: skip
 CONTROLS = {f"<{name}>": 50295 + number for number, name in enumerate(CONTROL_NAMES)}
@@ -42,7 +46,9 @@ CONTROLS = {f"<{name}>": 50295 + number for number, name in enumerate(CONTROL_NA
 @pytest.fixture(scope="module")
 def merges_file(tmp_path_factory) -> Path:
     """50,000 pairs of bytes, so that no test needs GPT-2's own merges."""
-    pairs = [pair for pair in product(sorted(BYTE_OF), repeat=2) if "".join(pair) not in ("ĠĠ", "ĉĉ")]
+    pairs = [
+        pair for pair in product(sorted(BYTE_OF), repeat=2) if "".join(pair) not in ("ĠĠ", "ĉĉ")
+    ]
     random.Random(0).shuffle(pairs)
     file = tmp_path_factory.mktemp("gpt2") / "merges.txt"
     lines = ["#version: 0.2", *(f"{left} {right}" for left, right in pairs[:50_000]), ""]
@@ -66,13 +72,19 @@ def tokenizer(file):
 
 @pytest.fixture(scope="module")
 def oracle(file) -> tiktoken.Encoding:
-    """tiktoken's encoding as the published code describes it: runs among the ranks, control tokens apart."""
+    """tiktoken's encoding as the published code describes it: runs among the ranks, control
+    tokens apart.
+    """
 
     def as_bytes(token: str) -> bytes:
         return bytes(BYTE_OF[character] for character in token)
 
     pairs = [line.split(" ") for line in file.read_text(encoding="utf-8").split("\n")[1:-1]]
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     ranks = {bytes([byte]): rank for rank, byte in enumerate(printable)}
     for byte in range(256):
         ranks.setdefault(bytes([byte]), len(ranks))
@@ -91,14 +103,22 @@ def oracle(file) -> tiktoken.Encoding:
 
 
 def random_texts(count: int) -> list[str]:
-    """Texts that are hard here: runs of blanks around everything else, other scripts, bytes, tokens written out."""
+    """Texts that are hard here: runs of blanks around everything else, other scripts, bytes,
+    tokens written out.
+    """
     draw = random.Random(1)
     kinds = [
         *(lambda: " " * draw.randint(1, 70) for _ in range(3)),
         *(lambda: "\t" * draw.randint(1, 25) for _ in range(2)),
-        lambda: "".join(draw.choice(" \t\n\r\x0b\x0c\xa0\u2003\u3000") for _ in range(draw.randint(1, 12))),
-        lambda: draw.choice(["the", "Return", "self.", "def f(x):", "I'll", "don't've", "12345", "ab12"]),
-        lambda: draw.choice(["日本語", "한국", "naïve", "😀", "e\u0301", "\u200b", "\ufffd", "Ġ", "ĉĉ", "\x00\x1c"]),
+        lambda: "".join(
+            draw.choice(" \t\n\r\x0b\x0c\xa0\u2003\u3000") for _ in range(draw.randint(1, 12))
+        ),
+        lambda: draw.choice(
+            ["the", "Return", "self.", "def f(x):", "I'll", "don't've", "12345", "ab12"]
+        ),
+        lambda: draw.choice(
+            ["日本語", "한국", "naïve", "😀", "e\u0301", "\u200b", "\ufffd", "Ġ", "ĉĉ", "\x00\x1c"]
+        ),
         lambda: draw.choice([*CONTROLS, "<|endoftext|>", "<fim_", "prefix>", "<|endoftext", "|>"]),
         lambda: chr(draw.choice(CHARACTERS)),
         lambda: draw.choice(["\n", "\n\n", "\r\n", "---", "====", "#", ".", "'"]),
@@ -112,29 +132,45 @@ def ids_of(tokenizer, text: str) -> list[int]:
 
 def test_every_id_is_the_bytes_that_tiktoken_has_for_it(tokenizer, oracle):
     assert len(tokenizer) == oracle.n_vocab == 50313
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.all_special_ids) == (None, "<|endoftext|>", [50256])
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.all_special_ids) == (
+        None,
+        "<|endoftext|>",
+        [50256],
+    )
     for number, token in enumerate(tokenizer.convert_ids_to_tokens(range(50313))):
         if number == 50256 or number in CONTROLS.values():
             assert token.encode() == oracle.decode_single_token_bytes(number)
         else:
-            assert bytes(BYTE_OF[character] for character in token) == oracle.decode_single_token_bytes(number), number
+            assert bytes(
+                BYTE_OF[character] for character in token
+            ) == oracle.decode_single_token_bytes(number), number
 
 
 def test_ids_and_texts_are_tiktokens(tokenizer, oracle):
-    """Of all runs of blanks, control tokens, random texts, and the first character of each of Unicode's categories in a
-    row, between letters, digits and blanks."""
+    """Of all runs of blanks, control tokens, random texts, and the first character of each of
+    Unicode's categories in a row, between letters, digits and blanks."""
     groups = groupby(map(chr, CHARACTERS), unicodedata.category)
-    blanks = [blank * length + after for blank in " \t" for length in range(1, 70) for after in ("", "x")]
-    texts = [*blanks, *CONTROLS, *(f"a{character}1{character} " for _, (character, *_) in groups), *random_texts(500)]
+    blanks = [
+        blank * length + after for blank in " \t" for length in range(1, 70) for after in ("", "x")
+    ]
+    texts = [
+        *blanks,
+        *CONTROLS,
+        *(f"a{character}1{character} " for _, (character, *_) in groups),
+        *random_texts(500),
+    ]
     for text, ids in zip(texts, tokenizer(texts, verbose=False).input_ids, strict=True):
         assert ids == oracle.encode(text, allowed_special="all"), repr(text)
         assert tokenizer.decode(ids) == text
-        kept = [number for number in ids if number != 50256]  # as the published code: control tokens stay
+        # as the published code: control tokens stay
+        kept = [number for number in ids if number != 50256]
         assert tokenizer.decode(ids, skip_special_tokens=True) == oracle.decode(kept), repr(text)
 
 
 def test_cut_text_is_decoded_as_tiktoken_does(tokenizer, oracle):
-    """Half of a truncated prompt may end inside a character; random ids mostly are no UTF-8 at all."""
+    """Half of a truncated prompt may end inside a character; random ids mostly are no UTF-8 at
+    all.
+    """
     draw = random.Random(2)
     for _ in range(200):
         ids = [draw.randrange(50313) for _ in range(draw.randint(1, 20))]
@@ -175,8 +211,14 @@ def test_real_rows_have_tiktokens_ids_and_come_back(tokenizer, oracle, shared):
             for text in (row["context"], row["input"]):
                 ids = ids_of(tokenizer, text)
                 assert ids == oracle.encode(text, allowed_special="all"), (file.name, row["_id"])
-                assert tokenizer.decode(ids, skip_special_tokens=True) == text, (file.name, row["_id"])
-                for half in (ids[:3750], ids[-3750:]):  # as prompts of more than 7,500 tokens are cut
+                assert tokenizer.decode(ids, skip_special_tokens=True) == text, (
+                    file.name,
+                    row["_id"],
+                )
+                for half in (
+                    ids[:3750],
+                    ids[-3750:],
+                ):  # as prompts of more than 7,500 tokens are cut
                     assert tokenizer.decode(half, skip_special_tokens=True) == oracle.decode(half)
             rows += 1
     assert rows > 50
@@ -209,13 +251,18 @@ def checkpoint(merges_file, tmp_path, monkeypatch):
     return with_config
 
 
-@pytest.mark.parametrize("changes", [{}, {"chat_template": "{{ 1 }}", "pad_token": "<|endoftext|>"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"chat_template": "{{ 1 }}", "pad_token": "<|endoftext|>"}]
+)
 def test_checkpoint_of_xgen_is_loaded_with_its_settings(checkpoint, changes):
     tokenizer = load_tokenizer(checkpoint(**changes))
     assert ids_of(tokenizer, "        <reponame>") == [SPACES[8], CONTROLS["<reponame>"]]
     assert tokenizer.decode(ids_of(tokenizer, "y is ?")) == "y is ?"
     assert (tokenizer.eos_token_id, tokenizer.model_max_length) == (50256, 8192)
-    assert (tokenizer.pad_token, tokenizer.chat_template) == (changes.get("pad_token"), changes.get("chat_template"))
+    assert (tokenizer.pad_token, tokenizer.chat_template) == (
+        changes.get("pad_token"),
+        changes.get("chat_template"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,6 +323,9 @@ def test_preset_takes_gpt2s_merges_from_the_hub(checkpoint, merges_file, hub):
 def test_missing_merges_are_refused_offline_with_their_address(checkpoint, offline):
     folder = checkpoint()
     (folder / "merges.txt").unlink()
-    where = r"not in the hub's cache\. .*https://huggingface\.co/openai-community/gpt2/.*merges\.txt into a folder with"
+    where = (
+        r"not in the hub's cache\. .*https://huggingface\.co/openai-community/gpt2/.*merges\.txt "
+        "into a folder with"
+    )
     with pytest.raises(UserError, match=where):
         load_tokenizer(folder)

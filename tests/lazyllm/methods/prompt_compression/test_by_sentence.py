@@ -1,4 +1,6 @@
-"""Selective Context's released procedure, written from its description: strings, loops, one forward pass a token."""
+"""Selective Context's released procedure, written from its description: strings, loops, one
+forward pass a token.
+"""
 
 import random
 from itertools import pairwise
@@ -22,8 +24,8 @@ from tests.reference import random_model
 
 MERGES = SHARED / "tokenizers" / "gpt2" / "merges.txt"
 TEXT = (
-    "The old  man saw\ta very small dog. Its owner, Dr. Anna Smith, had left; e.g. two red balls!  Were they\n  there? "
-    "def f(x):\n    return x.y  # 3.5 of it\n\nNo... Don't ask."
+    "The old  man saw\ta very small dog. Its owner, Dr. Anna Smith, had left; e.g. two red balls!  "
+    "Were they\n  there? def f(x):\n    return x.y  # 3.5 of it\n\nNo... Don't ask."
 )
 SENTENCES = [
     "The old man saw a very small dog.",
@@ -35,14 +37,19 @@ SENTENCES = [
 
 def released_sentences(text: str) -> list[str]:
     """Sign by sign."""
-    text, sentences, start = " ".join(text.split()), list[str](), 0  # every run of white space is a space
+    # every run of white space is a space
+    text, sentences, start = (" ".join(text.split()), list[str](), 0)
     for place, sign in enumerate(text):
         before = text[:place]
         if sign != " " or before[-1:] not in (".", "?"):
             continue
         word = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
-        abbreviation = len(before) > 3 and before[-2] in word and before[-3] == "." and before[-4] in word
-        title = len(before) > 2 and before[-1] == "." and before[-2].islower() and before[-3].isupper()
+        abbreviation = (
+            len(before) > 3 and before[-2] in word and before[-3] == "." and before[-4] in word
+        )
+        title = (
+            len(before) > 2 and before[-1] == "." and before[-2].islower() and before[-3].isupper()
+        )
         if not abbreviation and not title:
             sentences.append(text[start:place])
             start = place + 1
@@ -56,14 +63,21 @@ def released(text: str, model: Any, tokenizer: Any) -> list[tuple[str, float]]:
         ids = tokenizer(sentence).input_ids
         with torch.inference_mode():
             logits = model(torch.tensor([[tokenizer.bos_token_id, *ids]])).logits[0].double()
-        info = [float(-torch.log(torch.softmax(logits[at], dim=-1)[token_id])) for at, token_id in enumerate(ids)]
+        info = [
+            float(-torch.log(torch.softmax(logits[at], dim=-1)[token_id]))
+            for at, token_id in enumerate(ids)
+        ]
         found.append((sentence, float(np.mean(info))))
     return found
 
 
 @pytest.fixture(scope="module", params=["bytes", "GPT-2's merges"])
-def scorer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Any]:
-    """A stand-in of GPT-2 in a folder: its tokenizer, and random weights. Without merges, each byte is a token."""
+def scorer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Any, Any]:
+    """A stand-in of GPT-2 in a folder: its tokenizer, and random weights. Without merges, each
+    byte is a token.
+    """
     merges = list[tuple[str, str]]()
     if request.param != "bytes":
         if not MERGES.is_file():
@@ -74,22 +88,51 @@ def scorer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     bos = tokenizer.bos_token_id
     tokenizer.save_pretrained(folder)
     torch.manual_seed(3)
-    sizes = dict(n_layer=2, n_embd=32, n_head=2, n_positions=256, vocab_size=len(tokenizer), initializer_range=0.3)
+    sizes = dict(
+        n_layer=2,
+        n_embd=32,
+        n_head=2,
+        n_positions=256,
+        vocab_size=len(tokenizer),
+        initializer_range=0.3,
+    )
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=bos, eos_token_id=bos)).save_pretrained(folder)
-    return str(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval(), tokenizer
+    return (
+        str(folder),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval(),
+        tokenizer,
+    )
 
 
 def prompt_of(tokenizer: Any, text: str, *context: str) -> lazyllm.Prompt:
-    """The text between two lines that stay, in the scorer's tokens, so that "bytes" has characters for tokens."""
+    """The text between two lines that stay, in the scorer's tokens, so that "bytes" has
+    characters for tokens.
+    """
     whole = f"Read this.\n\n{text}\n\nNow answer:"
     found = tokenizer(whole, return_offsets_mapping=True)
-    ranges = tuple((whole.index(part), whole.index(part) + len(part)) for part in context or (text,))
-    return lazyllm.Prompt(torch.tensor(found["input_ids"]), whole, tuple(map(tuple, found["offset_mapping"])), ranges)
+    ranges = tuple(
+        (whole.index(part), whole.index(part) + len(part)) for part in context or (text,)
+    )
+    return lazyllm.Prompt(
+        torch.tensor(found["input_ids"]), whole, tuple(map(tuple, found["offset_mapping"])), ranges
+    )
 
 
 def made_texts(count: int) -> list[str]:
     draw = random.Random(5)
-    parts = [*TEXT.split(" "), "the", "a dog.", "U.S.", "Mr. Po", "ok?", "\n", " ", "\u00e9t\u00e9", "x.y.", "don't"]
+    parts = [
+        *TEXT.split(" "),
+        "the",
+        "a dog.",
+        "U.S.",
+        "Mr. Po",
+        "ok?",
+        "\n",
+        " ",
+        "\u00e9t\u00e9",
+        "x.y.",
+        "don't",
+    ]
     return [" ".join(draw.choices(parts, k=draw.randint(1, 25))) for _ in range(count)]
 
 
@@ -98,22 +141,32 @@ def test_sentences_are_the_released_ones() -> None:
     for text in [TEXT, "", "  ", " One. ", *made_texts(300)]:
         whole = f"Q: {text}A. B"
         ranges = [*sentences.released_sentences(whole, [(3, 3 + len(text))])]
-        assert [" ".join(whole[start:stop].split()) for start, stop in ranges] == released_sentences(text)
-        assert [whole[start:stop] for start, stop in ranges] == [whole[start:stop].strip() for start, stop in ranges]
+        assert [
+            " ".join(whole[start:stop].split()) for start, stop in ranges
+        ] == released_sentences(text)
+        assert [whole[start:stop] for start, stop in ranges] == [
+            whole[start:stop].strip() for start, stop in ranges
+        ]
 
 
-def test_sentences_and_their_information_are_the_released_ones(scorer: tuple[str, Any, Any]) -> None:
+def test_sentences_and_their_information_are_the_released_ones(
+    scorer: tuple[str, Any, Any],
+) -> None:
     name, model, tokenizer = scorer
     method = PromptCompression(0.5, scorer=name, scoring="sentences")
     beside = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
-    texts = [text for text in (TEXT, *made_texts(20)) if text.isascii()]  # of others the release has no places
+    # of others the release has no places
+    texts = [text for text in (TEXT, *made_texts(20)) if text.isascii()]
     assert len(texts) > 5
     for text in texts:
         prompt = prompt_of(tokenizer, text)
         with torch.inference_mode(), open_decoder(beside) as decoder:
             starts, info = method._score_sentences(decoder, prompt)
         expected = released(text, model, tokenizer)
-        begun = [prompt.text[start:stop].split() for start, stop in pairwise([*starts, prompt.context[0][1]])]
+        begun = [
+            prompt.text[start:stop].split()
+            for start, stop in pairwise([*starts, prompt.context[0][1]])
+        ]
         assert begun == [own.split() for own, _ in expected]
         np.testing.assert_allclose(info, [value for _, value in expected], rtol=1e-9)
 
@@ -131,14 +184,17 @@ def test_what_stays_is_what_the_release_leaves(share: float, scorer: tuple[str, 
     beside = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
     may_go = module.droppable(prompt)
     ends = np.array(prompt.spans)[may_go, 1] - prompt.context[0][0]  # in the text
-    letters = np.cumsum([not sign.isspace() for sign in text])  # without white space, which the release changes
+    # without white space, which the release changes
+    letters = np.cumsum([not sign.isspace() for sign in text])
     bounds = np.cumsum([len("".join(unit.split())) for unit, _ in units])
     unit_of = np.searchsorted(bounds, letters[ends - 1])
     kept_tokens = sum(units[unit][1] >= threshold for unit in unit_of)
     method = PromptCompression((kept_tokens - 0.5) / len(may_go), scorer=name, scoring="sentences")
     out = lazyllm.generate(beside, prompt, method, 1, ())
     stays = sorted({*out.selected[0][0]} & {*may_go.tolist()})
-    assert "".join(prompt.text[slice(*prompt.spans[at])].strip() for at in stays) == "".join(left.split())
+    assert "".join(prompt.text[slice(*prompt.spans[at])].strip() for at in stays) == "".join(
+        left.split()
+    )
     assert len(stays) == kept_tokens
 
 
@@ -160,7 +216,8 @@ def test_one_call_a_sentence(scorer: tuple[str, Any, Any], monkeypatch: pytest.M
     beside = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
     method = PromptCompression(0.5, scorer=name, scoring="sentences")
     out = lazyllm.generate(beside, prompt_of(tokenizer, TEXT), method, 1, ())
-    assert ran == [len(tokenizer(sentence).input_ids) for sentence in SENTENCES]  # BOS, and all but the last token
+    # BOS, and all but the last token
+    assert ran == [len(tokenizer(sentence).input_ids) for sentence in SENTENCES]
     assert out.scoring_tokens == sum(ran)
     ran.clear()
     lazyllm.generate(beside, prompt_of(tokenizer, TEXT), PromptCompression(0.5, scorer=name), 1, ())
@@ -170,7 +227,9 @@ def test_one_call_a_sentence(scorer: tuple[str, Any, Any], monkeypatch: pytest.M
 
 def test_the_model_itself_may_score_sentence_by_sentence(scorer: tuple[str, Any, Any]) -> None:
     _, _, tokenizer = scorer
-    model = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer), bos_token_id=tokenizer.bos_token_id)
+    model = random_model(
+        "llama", 1, num_layers=2, vocab_size=len(tokenizer), bos_token_id=tokenizer.bos_token_id
+    )
     text = "The old man saw it. Its owner had left?  Nobody asked."
     prompt = prompt_of(tokenizer, text)
     with torch.inference_mode(), open_decoder(model) as decoder:
@@ -179,7 +238,9 @@ def test_the_model_itself_may_score_sentence_by_sentence(scorer: tuple[str, Any,
     spans = prompt.spans
     for start, value in zip(starts, info, strict=True):
         stop = start + len(released_sentences(prompt.text[start:])[0])
-        inside = [place for place, (first, last) in enumerate(spans) if last > start and first < stop]
+        inside = [
+            place for place, (first, last) in enumerate(spans) if last > start and first < stop
+        ]
         ids = prompt.token_ids[inside].tolist()
         expected = slow(model, ids, 512, tokenizer.bos_token_id)
         assert value == pytest.approx(np.mean(expected))

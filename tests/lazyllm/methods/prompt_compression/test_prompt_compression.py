@@ -1,4 +1,6 @@
-"""Prompt compression: removable units, selected units and the resulting prompt, each against an obvious version."""
+"""Prompt compression: removable units, selected units and the resulting prompt, each against an
+obvious version.
+"""
 
 import math
 import random
@@ -26,24 +28,32 @@ from tests.reference import random_model
 
 BOS = 1
 TEXT = (
-    "Read this.\n\nThe cat sat on the mat. It was a very old mat!  Was it?\n    if cat:\n        sit(mat)\n"
-    "A: the answer\nMore about cats here. No more.\n\nNow say what sat."
+    "Read this.\n\nThe cat sat on the mat. It was a very old mat!  Was it?\n    if cat:\n        "
+    "sit(mat)\nA: the answer\nMore about cats here. No more.\n\nNow say what sat."
 )
-CONTEXT = ((TEXT.index("The cat"), TEXT.index("A: the")), (TEXT.index("More"), TEXT.index("\n\nNow")))
+CONTEXT = (
+    (TEXT.index("The cat"), TEXT.index("A: the")),
+    (TEXT.index("More"), TEXT.index("\n\nNow")),
+)
 
 
 def words_tokenizer(pattern: str, text: str) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are what `pattern` finds in `text`, and single characters elsewhere."""
+    """A tokenizer whose tokens are what `pattern` finds in `text`, and single characters
+    elsewhere.
+    """
     backend = Tokenizer(models.WordLevel({}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")  # type: ignore[assignment]
     pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]  # type: ignore[attr-defined]
-    vocabulary = {piece: number for number, piece in enumerate(["<unk>", "<s>", *dict.fromkeys(pieces)])}
+    vocabulary = {
+        piece: number for number, piece in enumerate(["<unk>", "<s>", *dict.fromkeys(pieces)])
+    }
     backend.model = models.WordLevel(vocabulary, unk_token="<unk>")  # type: ignore[assignment]
     backend.decoder = decoders.Fuse()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>")
 
 
-TOKENIZER = words_tokenizer(r" ?\w+|\s|[^\w\s]", TEXT)  # a word with the space before it, as Llama's do
+# a word with the space before it, as Llama's do
+TOKENIZER = words_tokenizer(r" ?\w+|\s|[^\w\s]", TEXT)
 
 
 def text_prompt(text: str = TEXT, context=CONTEXT) -> lazyllm.Prompt:
@@ -53,7 +63,9 @@ def text_prompt(text: str = TEXT, context=CONTEXT) -> lazyllm.Prompt:
 
 
 def model_of(architecture: str = "llama", attention: str = "sdpa", **settings):
-    return random_model(architecture, 6, num_layers=3, attn_implementation=attention, bos_token_id=BOS, **settings)
+    return random_model(
+        architecture, 6, num_layers=3, attn_implementation=attention, bos_token_id=BOS, **settings
+    )
 
 
 def slow_droppable(prompt: lazyllm.Prompt) -> list[int]:
@@ -81,11 +93,14 @@ def test_droppable_tokens_are_those_character_by_character() -> None:
         text = "".join(draw.choices("ab.  \t\n\r\u2028\x85\u3000é", k=draw.randint(1, 40)))
         cuts = sorted({0, len(text), *draw.choices(range(len(text) + 1), k=20)})
         spans = list(pairwise(cuts))
-        spans += [(start, stop) for start, stop in draw.sample(spans, len(spans) // 3)]  # several tokens a character
+        # several tokens a character
+        spans += [(start, stop) for start, stop in draw.sample(spans, len(spans) // 3)]
         spans = [(0, 0), *sorted(spans)]
         bounds = sorted(draw.sample(range(len(text) + 1), min(len(text) + 1, 4)))
         context = tuple(zip(bounds[::2], bounds[1::2], strict=False))
-        prompt = lazyllm.Prompt(torch.zeros(len(spans), dtype=torch.long), text, tuple(spans), context)
+        prompt = lazyllm.Prompt(
+            torch.zeros(len(spans), dtype=torch.long), text, tuple(spans), context
+        )
         assert droppable(prompt).tolist() == slow_droppable(prompt)
         some += slow_droppable(prompt)
     assert len(some) > 300
@@ -108,7 +123,8 @@ def test_most_informative_units_are_those_of_sorting() -> None:
     draw = random.Random(1)
     for _ in range(300):
         c = draw.randint(1, 30)
-        info = [draw.choice([0.0, 0.25, 0.5, 1.0, 2.0]) for _ in range(c)]  # many ties, exact in binary
+        # many ties, exact in binary
+        info = [draw.choice([0.0, 0.25, 0.5, 1.0, 2.0]) for _ in range(c)]
         unit_of = sorted(draw.choices(range(draw.choice([1, 5, 50])), k=c))
         budget = draw.randint(1, c)
         means = unit_means(np.array(info), np.array(unit_of))
@@ -119,13 +135,16 @@ def test_most_informative_units_are_those_of_sorting() -> None:
 
 
 SENTENCES = [
-    "The cat sat on the mat. ", "It was a very old mat!  ", "Was it?\n", "    if cat:\n", "        sit(mat)\n",
+    "The cat sat on the mat. ", "It was a very old mat!  ", "Was it?\n", "    if cat:\n",
+    "        sit(mat)\n",
     "More about cats here. ", "No more.",
 ]  # fmt: skip
 
 
 def slow_units(prompt: lazyllm.Prompt, may_go: list[int], unit: str) -> list[int]:
-    """The sentence that contains a token's last letter (the first may be the space before the sentence)."""
+    """The sentence that contains a token's last letter (the first may be the space before the
+    sentence).
+    """
     if unit == "token":
         return may_go
     places = [prompt.text.index(sentence) for sentence in SENTENCES]
@@ -136,10 +155,16 @@ def slow_kept(model, prompt: lazyllm.Prompt, keep: str, unit: str) -> list[int]:
     may_go = slow_droppable(prompt)
     ids = prompt.token_ids.tolist()
     info = dict(
-        zip(range(may_go[0], may_go[-1] + 1), slow(model, ids[may_go[0] : may_go[-1] + 1], 512, BOS), strict=True)
+        zip(
+            range(may_go[0], may_go[-1] + 1),
+            slow(model, ids[may_go[0] : may_go[-1] + 1], 512, BOS),
+            strict=True,
+        )
     )
     budget = math.ceil(Fraction(keep) * len(may_go))
-    chosen = slow_choice([info[position] for position in may_go], slow_units(prompt, may_go, unit), budget)
+    chosen = slow_choice(
+        [info[position] for position in may_go], slow_units(prompt, may_go, unit), budget
+    )
     stays = {may_go[index] for index in chosen}
     return [position for position in range(len(ids)) if position not in may_go or position in stays]
 
@@ -176,13 +201,16 @@ def test_prompt_with_nothing_to_drop_is_not_scored(unit: str) -> None:
     for prompt, method in (
         (text_prompt(), PromptCompression(1.0, unit)),
         (without_context, PromptCompression(0.5, unit)),
-        (text_prompt("cat sat on", ((0, 3),)), PromptCompression(0.5, unit)),  # ceil(0.5 * 1) of one token
+        # ceil(0.5 * 1) of one token
+        (text_prompt("cat sat on", ((0, 3),)), PromptCompression(0.5, unit)),
     ):
         runs.clear()
         out = lazyllm.generate(model, prompt, method, 1, ())
         assert (len(runs), out.scoring_s) == (1, 0)
         assert out.computed.min() == len(prompt)
-        assert torch.equal(out.first_logits, lazyllm.generate(model, prompt, Baseline(), 1, ()).first_logits)
+        assert torch.equal(
+            out.first_logits, lazyllm.generate(model, prompt, Baseline(), 1, ()).first_logits
+        )
     hook.remove()
 
 
@@ -193,10 +221,14 @@ def test_prompt_without_text_or_offsets_is_refused() -> None:
         {"unit": "sentence", "scoring": "sentences"},
         {"unit": "token", "scorer": "tiny"},
     ):
-        with pytest.raises(ValueError, match=r"can do without the prompt's text: give these, or a lazyllm\.Prompt"):
+        with pytest.raises(
+            ValueError, match=r"can do without the prompt's text: give these, or a lazyllm\.Prompt"
+        ):
             lazyllm.generate(model, bare, PromptCompression(0.5, **settings), 1, ())
     without_spans = lazyllm.Prompt(torch.tensor(bare), "some text", (), ((0, 4),))
-    with pytest.raises(ValueError, match="character ranges of 0 of its 4 tokens: the tokenizer gives no offsets"):
+    with pytest.raises(
+        ValueError, match="character ranges of 0 of its 4 tokens: the tokenizer gives no offsets"
+    ):
         lazyllm.generate(model, without_spans, PromptCompression(0.5, "token"), 1, ())
 
 
@@ -222,18 +254,26 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
 
 @pytest.fixture(params=["mistral", "gpt2"])
 def scorer(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, PreTrainedTokenizerFast]:
-    """A random model in a folder, whose tokenizer cuts texts elsewhere: pairs of letters, a space after the word.
+    """A random model in a folder, whose tokenizer cuts texts elsewhere: pairs of letters, a space
+    after the word.
 
-    GPT-2 has 16 positions, and lies there as on the hub: the weights of the model without its head, which is tied.
+    GPT-2 has 16 positions, and lies there as on the hub: the weights of the model without its head,
+        which is tied.
     """
     tokenizer = words_tokenizer(r"\w{1,2} ?|\s+|[^\w\s]{1,3}", TEXT)
     tokenizer.save_pretrained(tmp_path)
     if request.param == "gpt2":
         torch.manual_seed(9)
-        sizes = dict(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=120, initializer_range=0.5)
-        GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=BOS, eos_token_id=BOS)).transformer.save_pretrained(tmp_path)
+        sizes = dict(
+            n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=120, initializer_range=0.5
+        )
+        GPT2LMHeadModel(
+            GPT2Config(**sizes, bos_token_id=BOS, eos_token_id=BOS)
+        ).transformer.save_pretrained(tmp_path)
     else:
-        model = random_model("mistral", 9, num_layers=2, float64_throughout=False, bos_token_id=BOS, vocab_size=120)
+        model = random_model(
+            "mistral", 9, num_layers=2, float64_throughout=False, bos_token_id=BOS, vocab_size=120
+        )
         model.save_pretrained(tmp_path)
     assert len(tokenizer) <= 120
     return str(tmp_path), tokenizer
@@ -243,20 +283,28 @@ def scorer(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, PreTrai
 def test_another_model_scores_with_its_own_tokens(unit: str, scorer) -> None:
     name, tokenizer = scorer
     prompt, keep = text_prompt(), "0.4"
-    out = lazyllm.generate(model_of(), prompt, PromptCompression(float(keep), unit, scorer=name), 3, ())
+    out = lazyllm.generate(
+        model_of(), prompt, PromptCompression(float(keep), unit, scorer=name), 3, ()
+    )
     # its information, letter by letter
     may_go = slow_droppable(prompt)
     start, stop = prompt.spans[may_go[0]][0], prompt.spans[may_go[-1]][1]
     own = tokenizer(TEXT[start:stop], return_offsets_mapping=True, add_special_tokens=False)
-    assert own["offset_mapping"] != [(a - start, b - start) for a, b in prompt.spans[may_go[0] : may_go[-1] + 1]]
+    assert own["offset_mapping"] != [
+        (a - start, b - start) for a, b in prompt.spans[may_go[0] : may_go[-1] + 1]
+    ]
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64).eval()
     size, length = model.config.max_position_embeddings, 1 + len(own["input_ids"])  # with BOS
     own_info = slow(model, own["input_ids"], size, BOS)
     of_letter: dict[int, float] = {}
     for value, (a, b) in zip(own_info, own["offset_mapping"], strict=True):
         of_letter |= {start + place: value / (b - a) for place in range(a, b)}
-    info = [sum(of_letter[place] for place in range(*prompt.spans[position])) for position in may_go]
-    chosen = slow_choice(info, slow_units(prompt, may_go, unit), math.ceil(Fraction(keep) * len(may_go)))
+    info = [
+        sum(of_letter[place] for place in range(*prompt.spans[position])) for position in may_go
+    ]
+    chosen = slow_choice(
+        info, slow_units(prompt, may_go, unit), math.ceil(Fraction(keep) * len(may_go))
+    )
     stays = {may_go[index] for index in chosen}
     assert [position for position in may_go if position in out.selected[0][0]] == sorted(stays)
     assert out.scoring_s > 0
@@ -275,7 +323,11 @@ def test_another_model_scores_with_its_own_tokens(unit: str, scorer) -> None:
 def test_flops_of_a_scorer_are_those_of_its_own_matrices(scorer) -> None:
     name, _ = scorer
     config = load_config(ModelSpec(name))
-    width, layers, logits = config.hidden_size, config.num_hidden_layers, 2 * config.hidden_size * 120
+    width, layers, logits = (
+        config.hidden_size,
+        config.num_hidden_layers,
+        2 * config.hidden_size * 120,
+    )
     pairs = 4 * width * 10 * 11 // 2
     if config.model_type == "gpt2":  # q, k, v and o; up and down
         linear = 2 * 10 * (4 * width * width + 2 * width * 4 * width)
@@ -303,5 +355,7 @@ def test_scorer_is_loaded_once_and_before_the_clock(scorer, monkeypatch) -> None
     monkeypatch.setattr(other_models, "load_weights", counted)
     monkeypatch.setattr(generation, "read_clock", clock)
     for _ in range(3):
-        lazyllm.generate(model_of(), text_prompt(), PromptCompression(0.5, "token", scorer=name), 1, ())
+        lazyllm.generate(
+            model_of(), text_prompt(), PromptCompression(0.5, "token", scorer=name), 1, ()
+        )
     assert loads == ["load"] + ["clock", "clock"] * 3

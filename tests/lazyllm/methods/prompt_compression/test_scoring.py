@@ -1,4 +1,6 @@
-"""Self-information against one whole forward pass per token, windows by their rule, FLOPs by hand."""
+"""Self-information against one whole forward pass per token, windows by their rule, FLOPs by
+hand.
+"""
 
 import numpy as np
 import pytest
@@ -23,7 +25,8 @@ def slow(model: PreTrainedModel, token_ids: list[int], window: int, bos: int | N
     sequence = token_ids if bos is None else [bos, *token_ids]
     info = [np.log(model.config.vocab_size)] if bos is None else []
     for place in range(1, len(sequence)):
-        # the first window scores the first `window` tokens; each of the next ones scores the following `new` tokens
+        # the first window scores the first `window` tokens; each of the next ones scores the
+        # following `new` tokens
         new = window - window // 2
         start = 0 if place < window else (place - window) // new * new + window - window // 2
         with torch.inference_mode():
@@ -34,17 +37,34 @@ def slow(model: PreTrainedModel, token_ids: list[int], window: int, bos: int | N
 
 
 @pytest.mark.parametrize(
-    ("architecture", "attention"), [*((name, "sdpa") for name in ARCHITECTURES), (ARCHITECTURES[0], "eager")]
+    ("architecture", "attention"),
+    [*((name, "sdpa") for name in ARCHITECTURES), (ARCHITECTURES[0], "eager")],
 )
-def test_self_information_is_that_of_one_forward_pass_per_token(architecture: str, attention: str) -> None:
+def test_self_information_is_that_of_one_forward_pass_per_token(
+    architecture: str, attention: str
+) -> None:
     draw = np.random.default_rng(len(architecture))
-    for bos, window in ((None, 512), (BOS, 512), (None, 7), (BOS, 8), (BOS, 2), (None, 3), (BOS, 24), (BOS, 25)):
-        model = random_model(architecture, 1, num_layers=2, attn_implementation=attention, bos_token_id=bos)
+    for bos, window in (
+        (None, 512),
+        (BOS, 512),
+        (None, 7),
+        (BOS, 8),
+        (BOS, 2),
+        (None, 3),
+        (BOS, 24),
+        (BOS, 25),
+    ):
+        model = random_model(
+            architecture, 1, num_layers=2, attn_implementation=attention, bos_token_id=bos
+        )
         token_ids = draw.integers(0, 97, 24).tolist()
         # eager attention rounds its softmax to float32
         tolerance = 1e-9 if attention == "sdpa" else 1e-4
         np.testing.assert_allclose(
-            found(model, token_ids, window), slow(model, token_ids, window, bos), rtol=0, atol=tolerance
+            found(model, token_ids, window),
+            slow(model, token_ids, window, bos),
+            rtol=0,
+            atol=tolerance,
         )
 
 
@@ -80,7 +100,8 @@ def test_flops_by_hand() -> None:
     def run(tokens: int, scored: int) -> int:
         return 2 * (tokens * token + tokens * (tokens + 1) // 2 * pair) + scored * logits
 
-    assert scoring_flops(config, 10) == run(10, 10)  # BOS and ten tokens, of which the last one is only predicted
+    # BOS and ten tokens, of which the last one is only predicted
+    assert scoring_flops(config, 10) == run(10, 10)
     # windows 0-7, 4-11 of BOS and eleven tokens: seven scored, then four
     assert scoring_flops(config, 11, window=8) == run(7, 7) + run(7, 4)
 
@@ -88,12 +109,18 @@ def test_flops_by_hand() -> None:
 def test_carried_over_by_hand() -> None:
     # "ab cd": tokens ab, " c", d  ->  a, "b ", cd
     info = carried_over(
-        np.array([4.0, 6.0, 1.0]), np.array([[0, 2], [2, 4], [4, 5]]), np.array([[0, 1], [1, 3], [3, 5]])
+        np.array([4.0, 6.0, 1.0]),
+        np.array([[0, 2], [2, 4], [4, 5]]),
+        np.array([[0, 1], [1, 3], [3, 5]]),
     )
     assert info.tolist() == [2.0, 2.0 + 3.0, 3.0 + 1.0]
     # one character of three byte tokens, which another tokenizer writes as two
-    info = carried_over(np.array([1.0, 2.0, 3.0]), np.array([[0, 1]] * 3), np.array([[0, 1], [0, 1]]))
+    info = carried_over(
+        np.array([1.0, 2.0, 3.0]), np.array([[0, 1]] * 3), np.array([[0, 1], [0, 1]])
+    )
     assert info.tolist() == [3.0, 3.0]
     # a token without characters counts for the next one
-    info = carried_over(np.array([1.0, 2.0]), np.array([[0, 0], [0, 2]]), np.array([[0, 1], [1, 2]]))
+    info = carried_over(
+        np.array([1.0, 2.0]), np.array([[0, 0], [0, 2]]), np.array([[0, 1], [1, 2]])
+    )
     assert info.tolist() == [2.0, 1.0]

@@ -19,7 +19,10 @@ def pieces(text: str, starts: list[int]) -> list[str]:
         ["One. ", "Two? ", "Three!"],
         ["all in small letters. ", "the second one."],
         ['"Really?!" ', "(He did.)  ", "So… ", "well... ", "yes."],
-        ["Dr. Smith and J. F. Kennedy met, e.g. in the U.S. Senate. ", "Mrs. Hay, Mr. Po and Prof. Ed did not."],
+        [
+            "Dr. Smith and J. F. Kennedy met, e.g. in the U.S. Senate. ",
+            "Mrs. Hay, Mr. Po and Prof. Ed did not.",
+        ],
         ["3.5 of 4.0 is no end. ", "Nor is file.py."],
         ["Is this plan B? ", "Yes."],
         ["first line\n", "second line\r\n", "\n", "third\r", "fourth\u2028", "fifth"],
@@ -30,6 +33,8 @@ def pieces(text: str, starts: list[int]) -> list[str]:
 def test_sentences(sentences: list[str]) -> None:
     text = "".join(sentences)
     found = pieces(text, sentence_starts(text))
-    if text == "One. \nTwo.\n":  # the line break after the white space is a separate unit, which is always kept
+    if (
+        text == "One. \nTwo.\n"
+    ):  # the line break after the white space is a separate unit, which is always kept
         sentences = ["One. ", "\n", "Two.\n"]
     assert found == sentences

@@ -20,7 +20,17 @@ from eval.run.identity import method_code
 from eval.store.folder import fingerprint
 from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
-from lazyllm.methods import METHODS, Baseline, Lazy, Prune, StaticPruning, by_name, code_of, known, make
+from lazyllm.methods import (
+    METHODS,
+    Baseline,
+    Lazy,
+    Prune,
+    StaticPruning,
+    by_name,
+    code_of,
+    known,
+    make,
+)
 from lazyllm.methods.support import bases, plugins
 from tests.helpers import example_source
 from tests.runs import prepared, small_config
@@ -73,7 +83,9 @@ class Undecorated(Baseline):
 
 
 def install_own_package(target: Path) -> Path:
-    """Write the package into a folder for the module path. Its `keep_last` is the example of `Prune`'s docstring."""
+    """Write the package into a folder for the module path. Its `keep_last` is the example of
+    `Prune`'s docstring.
+    """
     info = "own_methods-0.1.dist-info"
     files = {
         "own_methods/__init__.py": "",
@@ -101,7 +113,8 @@ def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """The package is installed as long as the test lasts."""
     monkeypatch.syspath_prepend(packages)
     repo = ConfigStore.instance().repo
-    monkeypatch.setitem(repo, "method", deepcopy(repo.get("method", {})))  # later tests find what they registered
+    # later tests find what they registered
+    monkeypatch.setitem(repo, "method", deepcopy(repo.get("method", {})))
     plugins.installed.cache_clear()
     yield packages
     plugins.installed.cache_clear()
@@ -121,7 +134,9 @@ def test_worked_example_does_what_it_says() -> None:
 
 
 def test_name_of_an_installed_method_is_known(installed: Path) -> None:
-    with pytest.raises(UserError, match=r"'keep_last' needs layer=\.\.\.; its settings are layer, keep"):
+    with pytest.raises(
+        UserError, match=r"'keep_last' needs layer=\.\.\.; its settings are layer, keep"
+    ):
         make("keep_last")
     method = make("keep_last", {"layer": 2, "keep": 0.25})
     assert type(method).__module__ == "own_methods.keep_last"
@@ -138,22 +153,41 @@ def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
     lots = arms_of("method=draws_lots", "seed=3")["draws_lots"]
     # the run's seed, as for lazyllm's own
     assert lots.hyperparameters == {"layers": [1, 2], "seed": 3}
-    assert arms_of("method=draws_lots", "seed=3", "method.seed=5")["draws_lots"].hyperparameters["seed"] == 5
+    assert (
+        arms_of("method=draws_lots", "seed=3", "method.seed=5")["draws_lots"].hyperparameters[
+            "seed"
+        ]
+        == 5
+    )
     assert lots.canonical() == {"name": "draws_lots", "seed": 3}
-    with pytest.raises(UserError, match=r"'keep_last' needs layer=\.\.\.; its settings are layer, keep"):
+    with pytest.raises(
+        UserError, match=r"'keep_last' needs layer=\.\.\.; its settings are layer, keep"
+    ):
         arms_of("method=keep_last")
     with pytest.raises(UserError, match=r"method\.kep"):
         arms_of("method=keep_last", "method.layer=3", "method.kep=0.3")
-    with pytest.raises(UserError, match=r"method 'keep_last': keep=2\.0: give a number in \(0, 1\]"):
+    with pytest.raises(
+        UserError, match=r"method 'keep_last': keep=2\.0: give a number in \(0, 1\]"
+    ):
         arms_of("method=keep_last", "method.layer=3", "method.keep=2.0")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("breaks_at_import", "of the package own-methods 0.1 .* ModuleNotFoundError: .*a_package_that_nobody_has"),
-        ("is_no_method", r"own_methods.others:IsNoMethod\) is not a method: expected a dataclass derived from"),
-        ("undecorated", r"own_methods.others:Undecorated\) is no dataclass itself: write @dataclass\(frozen=True\)"),
+        (
+            "breaks_at_import",
+            "of the package own-methods 0.1 .* ModuleNotFoundError: .*a_package_that_nobody_has",
+        ),
+        (
+            "is_no_method",
+            r"own_methods.others:IsNoMethod\) is not a method: expected a dataclass derived from",
+        ),
+        (
+            "undecorated",
+            r"own_methods.others:Undecorated\) is no dataclass itself: "
+            r"write @dataclass\(frozen=True\)",
+        ),
         ("lazy", "'lazy' is lazyllm's own, and the package own-methods adds one of the same name"),
     ],
 )
@@ -169,7 +203,9 @@ def test_unusable_plugin_is_refused_only_by_name(installed: Path, name: str, mes
 def test_name_of_two_packages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     twice = [SimpleNamespace(dist=SimpleNamespace(name=package)) for package in ("one", "other")]
     monkeypatch.setattr(plugins, "installed", lambda: SimpleNamespace(select=lambda name: twice))
-    with pytest.raises(UserError, match="'same' is added more than once, by one and other: uninstall one"):
+    with pytest.raises(
+        UserError, match="'same' is added more than once, by one and other: uninstall one"
+    ):
         make("same", {"layer": 2})
 
 
@@ -194,14 +230,23 @@ def test_code_of_a_plugin_changes_with_its_files(installed: Path) -> None:
     assert changed != first
     assert code_of("keep_last") == first
     run = prepared("model=tiny", "dataset=lookup", "limit=1", "method=keep_last", "method.layer=2")
-    assert run.identity["arms"]["keep_last"]["code"] == first  # so two versions share no folder and no table
+    # so two versions share no folder and no table
+    assert run.identity["arms"]["keep_last"]["code"] == first
 
 
 def test_two_drafts_never_share_a_run_folder(installed: Path, tiny_copy: Path) -> None:
-    """A method names its other models itself, whatever the setting is called: their weights are in the identity."""
+    """A method names its other models itself, whatever the setting is called: their weights are
+    in the identity.
+    """
 
     def identity() -> dict:
-        overrides = ("model=tiny", "dataset=lookup", "limit=1", "method=drafted", f"method.draft={tiny_copy}")
+        overrides = (
+            "model=tiny",
+            "dataset=lookup",
+            "limit=1",
+            "method=drafted",
+            f"method.draft={tiny_copy}",
+        )
         return prepared(*overrides).identity
 
     first = identity()
@@ -228,14 +273,23 @@ class {name}(StaticPruning):
 
 
 def test_file_holds_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`method=FILE.py` runs without a package; name, records and fingerprint do not depend on the folder."""
+    """`method=FILE.py` runs without a package; name, records and fingerprint do not depend on
+    the folder.
+    """
     monkeypatch.setattr(ConfigStore.instance(), "repo", deepcopy(ConfigStore.instance().repo))
     name = "méthode (1)"
     file = tmp_path / f"{name}.py"
     file.write_text(_IN_A_FILE.format(name="Mine"))
     lengths = make("static_pruning", {"layer": 2, "keep": 0.25}).tokens_per_layer(Depth(8), 40)
     assert make(str(file), {"layer": 2, "keep": 0.25}).tokens_per_layer(Depth(8), 40) == lengths
-    arguments = ["model=tiny", f"method='{file}'", "method.layer=2", "method.keep=0.5", "limit=1", "dataset=digest"]
+    arguments = [
+        "model=tiny",
+        f"method='{file}'",
+        "method.layer=2",
+        "method.keep=0.5",
+        "limit=1",
+        "dataset=digest",
+    ]
     assert main(["run", *arguments, "warmup=0", f"out={tmp_path / 'run'}"]) == 0
     stored = json.loads((tmp_path / "run" / "run.json").read_text())
     assert str(tmp_path) not in json.dumps(stored["identity"])
@@ -251,22 +305,38 @@ def test_file_holds_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("name", "text", "message"),
     [
         ("lazy", _IN_A_FILE.format(name="Mine"), "a method 'lazy' is there already"),
-        ("two", _IN_A_FILE.format(name="One") + _IN_A_FILE.format(name="Two"), "expected one class .* One, Two"),
+        (
+            "two",
+            _IN_A_FILE.format(name="One") + _IN_A_FILE.format(name="Two"),
+            "expected one class .* One, Two",
+        ),
         ("nowhere", None, r"method=.*nowhere\.py: no such file"),
         ("none", "", "expected one class .* none"),
         ("broken", "x = 1\nx.shape\n", r"could not be loaded: AttributeError.*broken\.py:2"),
-        ("absent", "import lazyllm\n\nlazyllm.absent\n", r"could not be loaded: AttributeError.*absent\.py:3"),
-        ("bare", "from lazyllm.methods import Baseline\nclass Bare(Baseline): pass\n", "no dataclass itself"),
+        (
+            "absent",
+            "import lazyllm\n\nlazyllm.absent\n",
+            r"could not be loaded: AttributeError.*absent\.py:3",
+        ),
+        (
+            "bare",
+            "from lazyllm.methods import Baseline\nclass Bare(Baseline): pass\n",
+            "no dataclass itself",
+        ),
     ],
 )
-def test_unusable_file_is_refused(tmp_path: Path, name: str, text: str | None, message: str) -> None:
+def test_unusable_file_is_refused(
+    tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
     if text is not None:
         (tmp_path / f"{name}.py").write_text(text)
     with pytest.raises(UserError, match=message):
         make(str(tmp_path / f"{name}.py"))
 
 
-@pytest.mark.parametrize("hook", ["__post_init__(self)", "kept(self, depth, n)", "score_spec(self, layers, depth)"])
+@pytest.mark.parametrize(
+    "hook", ["__post_init__(self)", "kept(self, depth, n)", "score_spec(self, layers, depth)"]
+)
 def test_fault_in_a_file_is_one_line_with_its_place(tmp_path: Path, hook: str) -> None:
     file = tmp_path / "faulty.py"
     file.write_text(f"{_IN_A_FILE.format(name='Faulty')}\n    def {hook}:\n        self.nothing\n")
@@ -277,7 +347,9 @@ def test_fault_in_a_file_is_one_line_with_its_place(tmp_path: Path, hook: str) -
 
 @dataclass(frozen=True)
 class Plain(Baseline):
-    """A dataclass as users write it: plain types, a default that its type would refuse, an unknown type."""
+    """A dataclass as users write it: plain types, a default that its type would refuse, an
+    unknown type.
+    """
 
     keep: float = None  # type: ignore[assignment]
     seen: list[int] = field(default_factory=list)
@@ -296,4 +368,8 @@ def test_method_without_a_label_has_its_class_name() -> None:
     class Derived(StaticPruning):
         pass
 
-    assert (Unnamed.label, Derived.label, StaticPruning.label) == ("Unnamed", "static pruning", "static pruning")
+    assert (Unnamed.label, Derived.label, StaticPruning.label) == (
+        "Unnamed",
+        "static pruning",
+        "static pruning",
+    )

@@ -18,7 +18,15 @@ LLAMA2_7B = LlamaConfig()  # whose defaults are the 7B shape
 @pytest.mark.parametrize(
     ("count", "layers"),
     # Figure 7 names the groups 1-9, 10-19, 20-28, 29-32
-    [(1, []), (2, [1]), (3, [1, 2]), (4, [1, 2, 3]), (8, [2, 4, 7]), (16, [4, 9, 14]), (32, [9, 19, 28])],
+    [
+        (1, []),
+        (2, [1]),
+        (3, [1, 2]),
+        (4, [1, 2, 3]),
+        (8, [2, 4, 7]),
+        (16, [4, 9, 14]),
+        (32, [9, 19, 28]),
+    ],
 )
 def test_figure_4_by_depth(count: int, layers: list[int]) -> None:
     assert Schedule.paper(Depth(count)).keep == dict.fromkeys(layers, 0.7)
@@ -49,15 +57,27 @@ def test_parse() -> None:
     assert Schedule.parse("paper", Depth(32)) == Schedule.paper(Depth(32))
     assert Schedule.parse("none", Depth(32)) == Schedule({})
     assert Schedule.parse({"9": 0.7, "2": 0.5}, Depth(32)) == Schedule({2: 0.5, 9: 0.7})
-    assert Schedule.parse({"12.5%": 0.5, "50 %": 0.7, 30: 0.9}, Depth(32)) == Schedule({4: 0.5, 16: 0.7, 30: 0.9})
+    assert Schedule.parse({"12.5%": 0.5, "50 %": 0.7, 30: 0.9}, Depth(32)) == Schedule(
+        {4: 0.5, 16: 0.7, 30: 0.9}
+    )
     assert Schedule.parse({"30%": 0.5}, Depth(8)) == Schedule({2: 0.5})  # 2.4, rounded down
-    for text in ("{2: 0.5, 9: 0.7}", '{"2": 0.5, "9": 0.7}', "2:0.5+9:0.7", " 9:0.7 + 2:0.5 ", "{12.5%: 0.7, 2: 0.5}"):
+    for text in (
+        "{2: 0.5, 9: 0.7}",
+        '{"2": 0.5, "9": 0.7}',
+        "2:0.5+9:0.7",
+        " 9:0.7 + 2:0.5 ",
+        "{12.5%: 0.7, 2: 0.5}",
+    ):
         expected = {2: 0.5, (9 if "9" in text else 4): 0.7}
         assert Schedule.parse(text, Depth(32)) == Schedule(expected)
     for text in ("papr", "2:", ":0.5", "2:half", "2:0.5+2:0.7", "{}", "2=0.5:"):
-        with pytest.raises(ValueError, match=r"schedule .*: expected 'paper', 'none', or a keep ratio"):
+        with pytest.raises(
+            ValueError, match=r"schedule .*: expected 'paper', 'none', or a keep ratio"
+        ):
             Schedule.parse(text, Depth(8))
-    shares = dict.fromkeys(("half%", "1/0%", "101%", "0%", "-10%"), "like 50%") | {"1%": "count from 1"}
+    shares = dict.fromkeys(("half%", "1/0%", "101%", "0%", "-10%"), "like 50%") | {
+        "1%": "count from 1"
+    }
     for bad, message in shares.items():
         with pytest.raises(ValueError, match=message):
             Schedule.parse({bad: 0.5}, Depth(32))
@@ -74,7 +94,9 @@ def test_ideal_speedup_by_hand() -> None:
     logits = 2 * 4096 * 32000
     full = 32 * layer(1000) + logits
     pruned = 9 * layer(1000) + 10 * layer(700) + 9 * layer(490) + 4 * layer(343) + logits
-    assert Lazy(Schedule.paper(Depth(32))).ideal_speedup(LLAMA2_7B, 1000) == pytest.approx(full / pruned, rel=1e-12)
+    assert Lazy(Schedule.paper(Depth(32))).ideal_speedup(LLAMA2_7B, 1000) == pytest.approx(
+        full / pruned, rel=1e-12
+    )
     assert Lazy({}).ideal_speedup(LLAMA2_7B, 1000) == 1
 
 
@@ -92,7 +114,9 @@ LAYERS = st.one_of(
     st.none(),
     st.tuples(),
 )
-ANY_RATIOS = st.one_of(RATIOS, st.floats(), st.integers(), st.text(max_size=4), st.booleans(), st.none())
+ANY_RATIOS = st.one_of(
+    RATIOS, st.floats(), st.integers(), st.text(max_size=4), st.booleans(), st.none()
+)
 ANYTHING = st.one_of(
     st.text(max_size=8),
     st.dictionaries(LAYERS, ANY_RATIOS, max_size=4),
@@ -134,7 +158,8 @@ def test_other_values_are_refused(value: Any, count: int) -> None:
     assert Schedule.parse(json.loads(json.dumps(dict(schedule.keep))), Depth(count)) == schedule
     if isinstance(value, dict):
         assert len(schedule.keep) == len(value)
-    assert Lazy(schedule).tokens_per_layer(Depth(count), 1) == [1] * count  # one token cannot get fewer
+    # one token cannot get fewer
+    assert Lazy(schedule).tokens_per_layer(Depth(count), 1) == [1] * count
 
 
 @given(KEEPS, st.integers(1, 100_000))
