@@ -6,17 +6,15 @@ A new number that follows from stored ones is a line in `derive`, also for old r
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from eval.benchmarks.datasets import DATASETS
 from eval.store.record import SCALES, Answer, Visit
-
-if TYPE_CHECKING:
-    from eval.store.runs import StoredRun
 
 DERIVED = (
     "total_s",
@@ -63,12 +61,15 @@ def time_tokens(answer: Answer) -> tuple[float, ...] | None:
     return None if steps is None else tuple(accumulate([answer.ttft_s, *steps]))
 
 
-def frame_run(run: StoredRun) -> pd.DataFrame:
-    """The run's part of `eval.store.results.Results.frame`, as if no other run counted instead."""
+def frame_visits(visits: Iterable[Visit], arms: Mapping[str, Any], **constants: Any) -> pd.DataFrame:
+    """A run's part of `eval.store.results.Results.frame`, as if no other run counted instead.
+
+    arms: {label: `StoredArm`}, in the order of tables. constants: columns that are equal in all rows.
+    """
     keys, numbers = list[tuple[Any, ...]](), list[dict[str, float]]()
     token_s = list[tuple[float, ...] | None]()
     times, answered = dict[tuple[str, str], int](), set[tuple[str, str, str]]()
-    for visit in run.visits:
+    for visit in visits:
         number = times[visit.key] = times.get(visit.key, -1) + 1
         about = visit.dataset, visit.id, visit.groups, visit.prompt_tokens, number
         for arm, answer in visit.answers.items():
@@ -81,17 +82,12 @@ def frame_run(run: StoredRun) -> pd.DataFrame:
     frame = frame.join(pd.DataFrame(numbers, columns=[*MEASURED], dtype=float))
     frame["token_s"] = pd.Series(token_s, dtype=object)
     for column in ("method", "settings", "label", "speedup", "seed", "is_baseline"):
-        values = {name: getattr(arm, column) for name, arm in run.arms.items()}
+        values = {name: getattr(arm, column) for name, arm in arms.items()}
         frame[column] = frame["arm"].map(values)
     for column in ("task", "suite"):
         values = {name: getattr(dataset, column) for name, dataset in DATASETS.items()}
         frame[column] = frame["dataset"].map(values)
-    frame = frame.assign(
-        model=run.model,
-        paper_model=run.paper_model,
-        folder=str(run.folder),
-        run=run.about["fingerprint"],
-    )
+    frame = frame.assign(**constants)
     # arms in the order of tables, whatever was measured first
-    places = frame["arm"].map({name: place for place, name in enumerate(run.arms)})
+    places = frame["arm"].map({name: place for place, name in enumerate(arms)})
     return frame.iloc[places.argsort(kind="stable")].reset_index(drop=True)[COLUMNS]

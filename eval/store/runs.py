@@ -86,10 +86,17 @@ class StoredRun:
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """`eval.store.frame.frame_run` of it. Raises UserError."""
-        from eval.store.frame import frame_run  # not at the top: pandas is slow to import
+        """`eval.store.frame.frame_visits` of it. Raises UserError."""
+        from eval.store.frame import frame_visits  # not at the top: pandas is slow to import
 
-        return frame_run(self)
+        return frame_visits(
+            self.visits,
+            self.arms,
+            model=self.model,
+            paper_model=self.paper_model,
+            folder=str(self.folder),
+            run=self.about["fingerprint"],
+        )
 
     @cached_property
     def answered(self) -> dict[tuple[str, str], set[str]]:
