@@ -61,7 +61,9 @@ def time_tokens(answer: Answer) -> tuple[float, ...] | None:
     return None if steps is None else tuple(accumulate([answer.ttft_s, *steps]))
 
 
-def frame_visits(visits: Iterable[Visit], arms: Mapping[str, Any], **constants: Any) -> pd.DataFrame:
+def frame_visits(
+    visits: Iterable[Visit], arms: Mapping[str, Any], **constants: Any
+) -> pd.DataFrame:
     """A run's part of `eval.store.results.Results.frame`, as if no other run counted instead.
 
     arms: {label: `StoredArm`}, in the order of tables. constants: columns that are equal in all rows.
