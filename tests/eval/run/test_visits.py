@@ -282,7 +282,7 @@ def test_batch_that_lacks_memory_is_answered_one_arm_at_a_time(
             assert (answer.decode_step_s, answer.peak_memory_bytes) == (None, None)
 
 
-@pytest.mark.parametrize("place", ["add", "make_request"])
+@pytest.mark.parametrize("place", ["add", "_start"])
 def test_only_the_answer_that_fails_alone_is_a_failure(tmp_path, monkeypatch, place: str) -> None:
     """Whether it fails as it joins the batch, or before."""
     few = small(tmp_path, 8, arms=[ARMS[0]], warmup=0)
@@ -298,7 +298,7 @@ def test_only_the_answer_that_fails_alone_is_a_failure(tmp_path, monkeypatch, pl
 
         return refuse
 
-    target = bench_module.Batch if place == "add" else bench_module
+    target = bench_module.Batch if place == "add" else bench_module.Bench
     monkeypatch.setattr(target, place, refusing(getattr(target, place), place == "add"))
     monkeypatch.setattr(bench_module, "generate", refusing(bench_module.generate))
     found = measured(few.config).visits
