@@ -1,11 +1,11 @@
 """Arms: the methods that answer each example of a run, each as the run names it.
 
-A speedup is an arm's key, never a hyperparameter: the paper does not publish the parameters behind its Table 1, so ours
-are solved for (`Method.solve`). A method's `target_parameter` is set so that its *ideal* TTFT speedup
-(`lazyllm.engine.flops`) on a prompt of reference length is the one that is asked for; `table1` asks for the one that
-the paper measured for the task and the model. A method whose number of tokens depends on the prompt has no such
-parameter.
-`Method.table1` holds the parameters that are not solved for; eval/analysis/published/table1_parameters.csv lists all.
+A speedup is an arm's key, never a hyperparameter: the paper does not publish the parameters behind
+its Table 1, so ours are solved for (`Method.solve`). A method's `target_parameter` is set so that
+its *ideal* TTFT speedup (`lazyllm.engine.flops`) on a prompt of reference length is the one that is
+asked for; `table1` asks for the one that the paper measured for the task and the model. A method
+whose number of tokens depends on the prompt has no such parameter. `Method.table1` holds the
+parameters that are not solved for; eval/analysis/published/table1_parameters.csv lists all.
 """
 
 import csv
@@ -26,7 +26,8 @@ from lazyllm.methods import Method, about_the_method, by_name, make, name_of, se
 
 BASELINE = "baseline"  # the method's name, and the label of its arm
 PAPER = "table1"  # the speedup that stands for the paper's
-# Prompt lengths: the paper's mean for Llama 2, LongBench's limit for XGen (most prompts are truncated to it)
+# Prompt lengths: the paper's mean for Llama 2, LongBench's limit for XGen (most prompts are
+# truncated to it)
 REFERENCE_TOKENS = {"llama2": 3376, "xgen": 7500}
 TABLE1 = Path(__file__).parent / "analysis" / "published" / "table1.csv"
 
@@ -56,7 +57,9 @@ class Arm:
 
     @property
     def solves(self) -> bool:
-        """Whether the speedup is solved for: `table1` only sets some hyperparameters of some methods."""
+        """Whether the speedup is solved for: `table1` only sets some hyperparameters of some
+        methods.
+        """
         return self.speedup is not None and not (self.speedup == PAPER and self.kind.table1)
 
     def at(self, depth: Depth) -> "Arm":
@@ -66,7 +69,9 @@ class Arm:
         return Arm(self.label, self.name, resolved, self.speedup)
 
     def sample(self) -> Method:
-        """The method, with a value that keeps all tokens for the hyperparameter that is yet to be solved for."""
+        """The method, with a value that keeps all tokens for the hyperparameter that is yet to
+        be solved for.
+        """
         kind, given = self.kind, dict(self.hyperparameters)
         if self.solves:
             given |= kind.keep_all or {str(kind.target_parameter): 1.0}
@@ -76,23 +81,32 @@ class Arm:
             return make(self.name, given)
 
     def method(
-        self, dataset: Dataset, config: Any, column: str | None, length: int | None, limit: int | None
+        self,
+        dataset: Dataset,
+        config: Any,
+        column: str | None,
+        length: int | None,
+        limit: int | None,
     ) -> Method:
         """The method for a dataset on a model, solved if the arm has a speedup.
 
-        config: the model's. column: the paper's for this model, llama2 or xgen; None takes llama2's.
-        length: tokens of the prompt to solve for; None for the dataset's. limit: of the run's prompts; no
-        speedup is solved for more tokens. Raises OutOfReachError if the method cannot reach the speedup,
-        UserError if Table 1 has none.
+        config: the model's. column: the paper's for this model, llama2 or xgen; None takes
+            llama2's.
+        length: tokens of the prompt to solve for; None for the dataset's. limit: of the run's
+        prompts; no speedup is solved for more tokens. Raises OutOfReachError if the method cannot
+        reach the speedup, UserError if Table 1 has none.
         """
         if not self.solves:
             return self.sample()
         column = column or "llama2"
-        tokens = length or (REFERENCE_TOKENS[column] if dataset.prompt_tokens is None else dataset.prompt_tokens)
+        tokens = length or (
+            REFERENCE_TOKENS[column] if dataset.prompt_tokens is None else dataset.prompt_tokens
+        )
         if tokens == 0:
             raise UserError(
-                f"dataset={dataset.name}: speedup={show_speedup(self.speedup)} of {self.label} is solved for a prompt "
-                "length: give the rows' mean as prompt_tokens in the dataset's description"
+                f"dataset={dataset.name}: speedup={show_speedup(self.speedup)} of {self.label} is "
+                "solved for a prompt length: give the rows' mean as prompt_tokens in the "
+                "dataset's description"
             )
         tokens = min(tokens, limit or tokens)
         speedup = self.speedup
@@ -103,19 +117,25 @@ class Arm:
             solution = self.kind.solve(self.hyperparameters, config, tokens, speedup)
             if solution is None:
                 raise OutOfReachError(self._out_of_reach(speedup, config.num_hidden_layers))
-            return make(self.name, {**self.hyperparameters, str(self.kind.target_parameter): solution})
+            return make(
+                self.name, {**self.hyperparameters, str(self.kind.target_parameter): solution}
+            )
 
     def _out_of_reach(self, speedup: float, layers: int) -> str:
         instead = "give less"
         if "draft" in settings_of(self.kind) and self.hyperparameters.get("draft") is None:
             instead = "name a draft"
-        return f"{self.label} cannot reach an ideal TTFT speedup of {speedup:g} on {layers} layers: {instead}"
+        return (
+            f"{self.label} cannot reach an ideal TTFT speedup of {speedup:g} on {layers} layers: "
+            f"{instead}"
+        )
 
     def canonical(self) -> dict[str, Any]:
-        """The method's name and hyperparameters in a run's identity: equal for all ways to write the same method.
+        """The method's name and hyperparameters in a run's identity: equal for all ways to write
+        the same method.
 
-        Those at their default are left out, except a seed and the method's `target_parameter` and `shown_parameters`;
-        so is the one that the speedup gives.
+        Those at their default are left out, except a seed and the method's `target_parameter` and
+        `shown_parameters`; so is the one that the speedup gives.
         """
         kind, written = self.kind, {"name": name_of(self.name)}
         shown = ("seed", *kind.shown_parameters, *(() if self.solves else (kind.target_parameter,)))
@@ -128,24 +148,32 @@ class Arm:
 
 
 def expand(config: RunConfig) -> tuple[Arm, ...]:
-    """The arms of a run in the order of tables, the baseline first if there is one. Raises UserError."""
+    """The arms of a run in the order of tables, the baseline first if there is one. Raises
+    UserError.
+    """
     arms = [arm for settings in config.arms for arm in _expand(settings, config)]
     labels = [arm.label for arm in arms]
     for arm in arms:
         if labels.count(arm.label) > 1:
-            raise UserError(f"arms: two are named {arm.label!r}: give one of them another label, or leave it out")
+            raise UserError(
+                f"arms: two are named {arm.label!r}: give one of them another label, or leave it "
+                "out"
+            )
         _check_speedup(arm)
         arm.sample()  # refuses bad hyperparameters
     if config.speedup is not None and not any(map(_takes_speedup, config.arms)):
         raise UserError(
-            f"speedup={show_speedup(config.speedup)}: sets the speed of no arm ({', '.join(labels)}): leave it out, or "
-            "give a method without a speed of its own"
+            f"speedup={show_speedup(config.speedup)}: sets the speed of no arm "
+            f"({', '.join(labels)}): leave it out, or give a method without a speed of its own"
         )
     if not config.baseline:
         return tuple(arms)
     first = next((arm for arm in arms if arm.name == BASELINE), Arm(BASELINE, BASELINE, {}))
     if first not in arms and BASELINE in labels:
-        raise UserError(f"arms: {BASELINE!r} names the standard model, which baseline=true adds: give another label")
+        raise UserError(
+            f"arms: {BASELINE!r} names the standard model, which baseline=true adds: give another "
+            "label"
+        )
     return (first, *(arm for arm in arms if arm is not first))
 
 
@@ -155,7 +183,11 @@ def _expand(settings: ArmSettings, config: RunConfig) -> Iterator[Arm]:
     base, defaults = settings.label or name_of(settings.name), settings_of(kind)
     if "seed" in defaults and given.get("seed") is None:
         given["seed"] = config.seed
-    choices = {key: value for key, value in given.items() if isinstance(value, list) and key not in _lists_of(kind)}
+    choices = {
+        key: value
+        for key, value in given.items()
+        if isinstance(value, list) and key not in _lists_of(kind)
+    }
     speedup = config.speedup if _takes_speedup(settings) else settings.speedup
     if isinstance(speedup, list):
         choices = {"speedup": speedup, **choices}
@@ -164,7 +196,10 @@ def _expand(settings: ArmSettings, config: RunConfig) -> Iterator[Arm]:
         given.pop(target, None)  # as `method=NAME` writes all defaults
     if settings.seeds is not None:
         if "seed" not in defaults:
-            raise UserError(f"{base}: seeds={settings.seeds}: method {settings.name} has no seed: leave seeds out")
+            raise UserError(
+                f"{base}: seeds={settings.seeds}: method {settings.name} has no seed: leave seeds "
+                "out"
+            )
         choices["seed"] = [*range(settings.seeds)]
     for key, values in choices.items():
         if not values:
@@ -176,7 +211,9 @@ def _expand(settings: ArmSettings, config: RunConfig) -> Iterator[Arm]:
         yield Arm(label, settings.name, given | chosen, aim)
 
 
-def _name(choices: Mapping[str, Any], values: Sequence[Any], settings: ArmSettings) -> Iterator[str]:
+def _name(
+    choices: Mapping[str, Any], values: Sequence[Any], settings: ArmSettings
+) -> Iterator[str]:
     for key, value in zip(choices, values, strict=True):
         if key == "seed" and settings.seeds is not None:
             yield f"seed {value}"
@@ -196,26 +233,43 @@ def _lists_of(kind: type[Method]) -> set[str]:
 
 
 def _takes_speedup(settings: ArmSettings) -> bool:
-    """Whether a run's `speedup` is for such an arm: its speed can be set, and no value of its own sets it."""
+    """Whether a run's `speedup` is for such an arm: its speed can be set, and no value of its
+    own sets it.
+    """
     kind, given = by_name(settings.name), settings.model_extra or {}
     target, defaults = kind.target_parameter, settings_of(kind)
-    return settings.speedup is None and target is not None and given.get(target, defaults[target]) == defaults[target]
+    return (
+        settings.speedup is None
+        and target is not None
+        and given.get(target, defaults[target]) == defaults[target]
+    )
 
 
 def _check_speedup(arm: Arm) -> None:
-    """Refuse a speedup of a method whose speed is not set by a hyperparameter, or that has a value of it already."""
+    """Refuse a speedup of a method whose speed is not set by a hyperparameter, or that has a
+    value of it already.
+    """
     kind, speedup = arm.kind, f"speedup={show_speedup(arm.speedup)}"
     if not arm.solves:
         return
     if kind.target_parameter is None:
         keys = " and ".join(kind.keep_all)
-        reason = ", as the number of tokens that it computes depends on the prompt" if kind.adaptive else ""
+        reason = (
+            ", as the number of tokens that it computes depends on the prompt"
+            if kind.adaptive
+            else ""
+        )
         instead = f"leave it out, and give {keys}" if keys else "leave it out"
         raise UserError(f"{arm.label}: {speedup} cannot be solved for{reason}: {instead}")
     if arm.speedup == PAPER and all(arm.name != method for _, method, _ in _table1()):
-        raise UserError(f"{arm.label}: Table 1 has no speedup of {arm.name}: give speedup=2x or so instead of table1")
+        raise UserError(
+            f"{arm.label}: Table 1 has no speedup of {arm.name}: give speedup=2x or so instead of "
+            "table1"
+        )
     if kind.target_parameter in arm.hyperparameters:
-        given = f"{kind.target_parameter}={format_value(arm.hyperparameters[kind.target_parameter])}"
+        given = (
+            f"{kind.target_parameter}={format_value(arm.hyperparameters[kind.target_parameter])}"
+        )
         raise UserError(f"{arm.label}: {speedup} gives {kind.target_parameter}: leave out {given}")
 
 
@@ -231,8 +285,8 @@ def check_distinct(arms: Sequence[Arm]) -> None:
         first = labels.setdefault(sha256_of([settings, arm.speedup]), label)
         if first != label:
             raise UserError(
-                f"arms: {label} has the settings of {first}: change one, or leave it out (seeds: N compares seeds; "
-                "another version of a file takes another name)"
+                f"arms: {label} has the settings of {first}: change one, or leave it out (seeds: N "
+                "compares seeds; another version of a file takes another name)"
             )
 
 
@@ -245,7 +299,9 @@ def table1_speedup(task: str, method: str, column: str) -> float:
     """The TTFT speedup in the paper's Table 1. Raises UserError if the method is not in it."""
     speedup = _table1().get((task, method, column))
     if speedup is None:
-        raise UserError(f"Table 1 has no speedup of {method} on {task}: give speedup=2x or so instead of table1")
+        raise UserError(
+            f"Table 1 has no speedup of {method} on {task}: give speedup=2x or so instead of table1"
+        )
     return speedup
 
 

@@ -1,4 +1,6 @@
-"""The entry point of every command: `lazyllm-bench COMMAND ...`; `lazyllm-bench COMMAND --help` describes it."""
+"""The entry point of every command: `lazyllm-bench COMMAND ...`; `lazyllm-bench COMMAND --help`
+describes it.
+"""
 
 import difflib
 import os
@@ -13,30 +15,67 @@ from lazyllm.machine import version_of
 
 # Command -> (module whose `main(arguments)` returns the exit code, summary)
 COMMANDS = {
-    "run": ("eval.run.job", "measure methods beside the baseline: model=tiny method=lazy dataset=hotpotqa ..."),
-    "plan": ("eval.run.plan", "show the cost of a run or a sweep: tokens, FLOPs, memory, hours; nothing runs"),
-    "doctor": ("eval.run.doctor", "check whether this machine is ready, with the command that fixes each problem"),
-    "fetch": ("eval.run.fetch", "download what a run needs, for machines without a network: model=... dataset=..."),
+    "run": (
+        "eval.run.job",
+        "measure methods beside the baseline: model=tiny method=lazy dataset=hotpotqa ...",
+    ),
+    "plan": (
+        "eval.run.plan",
+        "show the cost of a run or a sweep: tokens, FLOPs, memory, hours; nothing runs",
+    ),
+    "doctor": (
+        "eval.run.doctor",
+        "check whether this machine is ready, with the command that fixes each problem",
+    ),
+    "fetch": (
+        "eval.run.fetch",
+        "download what a run needs, for machines without a network: model=... dataset=...",
+    ),
     "rows": ("eval.run.rows", "show prompts, or write a dataset's rows in its suite's format"),
-    "status": ("eval.run.status", "show which runs in a folder are done, missing or failed, and why"),
-    "results": ("eval.analysis.screen", "show results on one screen: a row for each model, suite and method"),
+    "status": (
+        "eval.run.status",
+        "show which runs in a folder are done, missing or failed, and why",
+    ),
+    "results": (
+        "eval.analysis.screen",
+        "show results on one screen: a row for each model, suite and method",
+    ),
     "score": ("eval.score", "score a folder of answers written by LongBench's pred.py"),
-    "paper": ("eval.report.write", "make every table, figure and a page of them from stored runs, without a model"),
-    "wandb-report": ("eval.report.wandb_report", "make a W&B Report of stored runs: tables, figures, panels"),
-    "methods": ("lazyllm.methods.__main__", "list all methods with their hyperparameters and defaults"),
-    "check": ("lazyllm.check.__main__", "run all invariants of methods on one method: check my_method keep=0.5"),
+    "paper": (
+        "eval.report.write",
+        "make every table, figure and a page of them from stored runs, without a model",
+    ),
+    "wandb-report": (
+        "eval.report.wandb_report",
+        "make a W&B Report of stored runs: tables, figures, panels",
+    ),
+    "methods": (
+        "lazyllm.methods.__main__",
+        "list all methods with their hyperparameters and defaults",
+    ),
+    "check": (
+        "lazyllm.check.__main__",
+        "run all invariants of methods on one method: check my_method keep=0.5",
+    ),
     "tune": ("eval.tune", "search for a schedule at a TTFT speedup, by the KL of its answers"),
-    "lm-eval": ("lazyllm.integrations.lm_eval", "lm-evaluation-harness' command line with the model `lazyllm`"),
+    "lm-eval": (
+        "lazyllm.integrations.lm_eval",
+        "lm-evaluation-harness' command line with the model `lazyllm`",
+    ),
 }
 
 
 def usage() -> str:
     lines = [f"  {command:<14}{what}" for command, (_, what) in COMMANDS.items()]
-    return "\n".join(["usage: lazyllm-bench COMMAND ...", "", *lines, "", "More: lazyllm-bench COMMAND --help"])
+    return "\n".join(
+        ["usage: lazyllm-bench COMMAND ...", "", *lines, "", "More: lazyllm-bench COMMAND --help"]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Call a command; returns the exit code: the command's, or a `UserError`'s with one line on stderr."""
+    """Call a command; returns the exit code: the command's, or a `UserError`'s with one line on
+    stderr.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     for closed in ("stdout", "stderr"):  # by the caller, as with >&-
         if getattr(sys, closed) is None:
@@ -63,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader of a pipe, such as head, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush is silent
+        # so that Python's last flush is silent
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

@@ -1,4 +1,6 @@
-"""From a command line to a run's settings: Hydra composes them, `eval.config` checks them. Nothing here needs torch."""
+"""From a command line to a run's settings: Hydra composes them, `eval.config` checks them.
+Nothing here needs torch.
+"""
 
 import difflib
 import re
@@ -26,7 +28,8 @@ from lazyllm.errors import UserError, nearest
 from lazyllm.methods import by_name, is_file, known, settings_of
 from lazyllm.presets import PRESETS, is_sizes
 
-CONF = Path(__file__).resolve().parent / "conf"  # a link to the folder at the top level; a wheel holds it here
+# a link to the folder at the top level; a wheel holds it here
+CONF = Path(__file__).resolve().parent / "conf"
 
 # Launcher -> (the plugin's package, the extra of pyproject.toml that installs it)
 LAUNCHERS = {
@@ -38,23 +41,29 @@ LAUNCHERS = {
 
 # The begins of lines of Hydra's errors that help nobody here
 _NOT_FOR_PEOPLE = (
-    "full_key:", "object_type=", "reference_type=", "See https://hydra", "To append to your config", "^",
+    "full_key:", "object_type=", "reference_type=", "See https://hydra", "To append to your config",
+    "^",
 )  # fmt: skip
 # Hydra's options, which --hydra-help describes
 _OPTIONS = (
-    "-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "--resolve", "-p", "--package", "-i", "--info",
+    "-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "--resolve", "-p",
+    "--package", "-i", "--info",
     "--version", "-sc", "--shell-completion",
 )  # fmt: skip
 
-# The files in conf/hydra/launcher have the names of the plugins' configs, and Hydra checks them against these
-warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
+# The files in conf/hydra/launcher have the names of the plugins' configs, and Hydra checks them
+# against these
+warnings.filterwarnings(
+    "ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema"
+)
 
 
 def register(arguments: Sequence[str], kind: type[Settings] = RunConfig) -> None:
-    """Give Hydra the settings' defaults, the text of `--help`, and a choice for each method, preset and given path.
+    """Give Hydra the settings' defaults, the text of `--help`, and a choice for each method, preset
+    and given path.
 
-    `method=NAME` chooses the method's hyperparameters with their defaults. A method that cannot be used is refused
-    only if it is chosen.
+    `method=NAME` chooses the method's hyperparameters with their defaults. A method that cannot be
+    used is refused only if it is chosen.
     """
     OmegaConf.register_new_resolver("settings", lambda: _help(kind), replace=True)
     ConfigStore.instance().store(name="settings", node=_defaults(kind))
@@ -77,7 +86,9 @@ def _store(group: str, name: str, node: dict[str, Any]) -> None:
     if (CONF / group / f"{name}.yaml").is_file():
         return
     *folders, last = filter(None, name.split("/"))  # Hydra reads a path as folders of configs
-    ConfigStore.instance().store(group="/".join([group, *folders]), name=last, node=node, package=group)
+    ConfigStore.instance().store(
+        group="/".join([group, *folders]), name=last, node=node, package=group
+    )
 
 
 def _choices(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -89,7 +100,9 @@ def _choices(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             override = OverridesParser.create().parse_override(argument)
         except HydraException:  # which Hydra then raises
             continue
-        values = [*override.sweep_iterator()] if override.is_sweep_override() else [override.value()]
+        values = (
+            [*override.sweep_iterator()] if override.is_sweep_override() else [override.value()]
+        )
         for value in values:
             text = value.text if isinstance(value, QuotedString) else str(value)
             yield override.key_or_group, _unquoted(text)
@@ -104,7 +117,9 @@ def _names_a_model(value: str) -> bool:
 
 
 def _method(name: str) -> dict[str, Any]:
-    """What `method=NAME` chooses: hyperparameters with their defaults, and the other keys of an arm."""
+    """What `method=NAME` chooses: hyperparameters with their defaults, and the other keys of an
+    arm.
+    """
     defaults = settings_of(by_name(name))
     node: dict[str, Any] = {"name": name, "label": None, "speedup": None}
     for key, default in defaults.items():
@@ -113,7 +128,9 @@ def _method(name: str) -> dict[str, Any]:
             OmegaConf.create({key: written})
         except OmegaConfBaseException as error:
             expected = "a number, text, true, false, null, or a list or mapping of these"
-            raise UserError(f"method {name!r} has the default {default!r} of {key!r}: expected {expected}") from error
+            raise UserError(
+                f"method {name!r} has the default {default!r} of {key!r}: expected {expected}"
+            ) from error
         node[key] = None if key == "seed" else written
     return node | ({"seeds": None} if "seed" in defaults else {})
 
@@ -130,14 +147,19 @@ def _defaults(kind: type[Settings]) -> dict[str, Any]:
 
 
 def _help(kind: type[Settings]) -> str:
-    """The text of `--help`: every setting, its default and its meaning. Those of groups (`model.dtype`) come last."""
+    """The text of `--help`: every setting, its default and its meaning. Those of groups
+    (`model.dtype`) come last.
+    """
     rows = sorted(documented(kind), key=lambda row: "." in row[0])
     width = max(len(f"{key}={default}") for key, default, _ in rows)
-    return "\n".join(f"{f'{key}={default}':<{width}}  {text}" for key, default, text in rows).replace("`", "")
+    return "\n".join(
+        f"{f'{key}={default}':<{width}}  {text}" for key, default, text in rows
+    ).replace("`", "")
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse unknown options, a launcher that is not installed, and Hydra's own keys without a sweep.
+    """Refuse unknown options, a launcher that is not installed, and Hydra's own keys without a
+    sweep.
 
     arguments: the command line without the program's name.
     """
@@ -145,23 +167,31 @@ def check_arguments(arguments: Sequence[str]) -> None:
     for argument in arguments:
         key, _, value = argument.partition("=")
         if argument.startswith("-") and argument not in _OPTIONS:
-            raise UserError(f"{argument}: expected KEY=VALUE, such as limit=3; --help lists all keys")
+            raise UserError(
+                f"{argument}: expected KEY=VALUE, such as limit=3; --help lists all keys"
+            )
         if key in ("method", "model") and value.startswith("["):
             several = {"method": f"arms={value}", "model": f"-m model={value.strip('[]')}"}[key]
             raise UserError(f"{argument}: expected one {key}; {several} takes several")
         if key == "model.name":
-            raise UserError(f"{argument}: give model={value}, which may be a preset, a folder, a file or a hub id")
+            raise UserError(
+                f"{argument}: give model={value}, which may be a preset, a folder, a file or a hub "
+                "id"
+            )
         if re.match(r"\+*arms\.\d+", key) and value.startswith("{"):
             raise UserError(
-                f"{argument}: a mapping would be merged into what the arm has: give all arms, arms=[...], or "
-                "keys one by one, such as arms.0.schedule=4:0.5"
+                f"{argument}: a mapping would be merged into what the arm has: give all arms, "
+                "arms=[...], or keys one by one, such as arms.0.schedule=4:0.5"
             )
         if key == "hydra/launcher" and value in LAUNCHERS:
             package, extra = LAUNCHERS[value]
             try:
                 version(package)
             except PackageNotFoundError as error:
-                needs = f"needs the package {package}: pip install --editable '.[{extra}]' in the repository"
+                needs = (
+                    f"needs the package {package}: pip install --editable '.[{extra}]' in the "
+                    "repository"
+                )
                 raise UserError(f"{argument} {needs}") from error
         if key.startswith(("hydra/", "hydra.")) and value != "basic" and not sweep:
             raise UserError(f"{argument} configures the jobs of a sweep: give -m too")
@@ -193,7 +223,9 @@ def to_settings(config: DictConfig, kind: type[Config] = RunConfig) -> Config:
         values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:  # a reference to no setting, for example
         raise one_line(error) from error
-    for key in OmegaConf.missing_keys(config):  # a hyperparameter without a default, which a speedup may solve for
+    for key in OmegaConf.missing_keys(
+        config
+    ):  # a hyperparameter without a default, which a speedup may solve for
         if key.startswith("method."):
             del values["method"][key.removeprefix("method.")]
     return validated({key: value for key, value in values.items() if key != "hydra"}, kind)
@@ -208,7 +240,9 @@ def names() -> str:
         "experiment": set(),
     }
     files = {group: {file.stem for file in (CONF / group).glob("*.yaml")} for group in groups}
-    lines = (f"{group}=  {', '.join(sorted(words | files[group]))}" for group, words in groups.items())
+    lines = (
+        f"{group}=  {', '.join(sorted(words | files[group]))}" for group, words in groups.items()
+    )
     return "\n".join(textwrap.fill(line, 120) for line in lines)
 
 
@@ -217,10 +251,16 @@ def one_line(error: Exception, kind: type[Settings] = RunConfig) -> UserError:
     missing = re.match(r"((?:hydra/)?\w+)/(.*)", str(getattr(error, "missing_cfg_file", "")))
     if missing is not None:
         group, name = missing.groups()
-        options = {"model": PRESETS, "method": known()}.get(group) or getattr(error, "options", None) or ()
+        options = (
+            {"model": PRESETS, "method": known()}.get(group)
+            or getattr(error, "options", None)
+            or ()
+        )
         return UserError(f"{group}={name}: {nearest(name, options)}")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
-    lines = [line for line in lines if line not in ("", "None") and not line.startswith(_NOT_FOR_PEOPLE)]
+    lines = [
+        line for line in lines if line not in ("", "None") and not line.startswith(_NOT_FOR_PEOPLE)
+    ]
     first, *others = (line.rstrip(".:") for line in dict.fromkeys(lines))
     message = ": ".join(filter(None, [first, "; ".join(others)]))
     message = message.replace("LexerNoViableAltException: ", "cannot read ")
@@ -231,8 +271,8 @@ def one_line(error: Exception, kind: type[Settings] = RunConfig) -> UserError:
         message = f"{getattr(error, 'override', message)}: expected KEY=VALUE, such as limit=3"
     elif isinstance(error, OverrideParseException):
         message = (
-            f"{error.override}: {message} (a value with special signs takes quotes, for the shell too: "
-            "KEY='\"VALUE\"'; a mapping's key none)"
+            f"{error.override}: {message} (a value with special signs takes quotes, for the shell "
+            "too: KEY='\"VALUE\"'; a mapping's key none)"
         )
     elif isinstance(error, InterpolationKeyError):
         message = f"{error.full_key}: {message}"
@@ -243,7 +283,10 @@ def _hint(key: str, kind: type[Settings]) -> str:
     """What may have been meant by an unknown key."""
     group = key.partition(".")[0]
     if group == "method":
-        return ": method=NAME chooses a method; lazyllm-bench methods lists the hyperparameters of each"
+        return (
+            ": method=NAME chooses a method; lazyllm-bench methods lists the hyperparameters of "
+            "each"
+        )
     if group == "arms":
         return f": +{key}=... adds it to an arm of an experiment, and arms=[...] gives all arms"
     keys = [part for name, _, _ in documented(kind) for part in (name, name.partition(".")[0])]

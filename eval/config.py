@@ -1,4 +1,6 @@
-"""A run's settings: one pydantic model, which Hydra composes. `--help` and docs/settings.md are made from it."""
+"""A run's settings: one pydantic model, which Hydra composes. `--help` and docs/settings.md are
+made from it.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,19 @@ from lazyllm.spec import ATTENTION, AUTO, DTYPES, SDPA_BACKENDS
 
 _OWN_SUBSETS = tuple(name for suite in SUITES.values() for name in suite.subsets)
 _SUITE_SETTINGS = {suite.name: suite.options for suite in SUITES.values() if suite.options}
+if TYPE_CHECKING:
+    Dtype = Attention = SdpaBackend = Subset = str
+else:  # a type checker does not evaluate these
+    Dtype = Literal[AUTO, *DTYPES]
+    Attention = Literal[ATTENTION]
+    SdpaBackend = Literal[SDPA_BACKENDS]
+    Subset = Literal[*SUBSETS, *_OWN_SUBSETS]
 
 
 def read_speedup(value: Any) -> float | str:
-    """A speedup as a number: of 2, "2x" or "2.0x"; "table1", for the paper's, stays. Raises ValueError."""
+    """A speedup as a number: of 2, "2x" or "2.0x"; "table1", for the paper's, stays. Raises
+    ValueError.
+    """
     number = value.removesuffix("x") if isinstance(value, str) else value
     try:
         speedup = value if value == "table1" else float(number)
@@ -48,61 +59,69 @@ def _read_speedups(value: Any) -> Any:
 
 
 Speedup = Annotated[float | str, PlainValidator(read_speedup)]
-"""An ideal TTFT speedup that a method is solved for; "table1" for the paper's, by task and model."""
+"""An ideal TTFT speedup that a method is solved for; "table1" for the paper's, by task and
+model.
+"""
 
 
 class ModelSettings(Settings):
     """The model, and the format of its prompts (`ModelSpec`, `ChatFormat`)."""
 
     name: Text = Field(description="a preset, a folder, a GGUF file or a hub id")
-    gguf: Text | None = Field(default=None, description="a GGUF file in the folder or repository that `model` names")
-    load_format: Literal["auto", "dummy"] = Field(
-        default="auto", description="`dummy` builds random weights and downloads nothing, for timing"
+    gguf: Text | None = Field(
+        default=None, description="a GGUF file in the folder or repository that `model` names"
     )
-    dtype: Literal[AUTO, *DTYPES] = Field(
-        # type: ignore[valid-type]
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto",
+        description="`dummy` builds random weights and downloads nothing, for timing",
+    )
+    dtype: Dtype = Field(
         default=AUTO,
-        description="`bfloat16`, `float16`, `float32`, `float64`; `auto`: the checkpoint's on a GPU; on a CPU "
-        "`float32`, or `bfloat16` where it is measured to be faster",
+        description="`bfloat16`, `float16`, `float32`, `float64`; `auto`: the checkpoint's on a "
+        "GPU; on a CPU `float32`, or `bfloat16` where it is measured to be faster",
     )
     device: Text = Field(
-        default=AUTO, description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one"
+        default=AUTO,
+        description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one",
     )
-    revision: Text | None = Field(default=None, description="branch, tag or commit of a hub id; `null`: the newest")
+    revision: Text | None = Field(
+        default=None, description="branch, tag or commit of a hub id; `null`: the newest"
+    )
     tokenizer: Text | None = Field(
         default=None, description="folder or hub id of another tokenizer; `null`: the model's"
     )
-    attn_implementation: Literal[ATTENTION] = Field(
-        # type: ignore[valid-type]
+    attn_implementation: Attention = Field(
         default="sdpa",
         description="`sdpa`, `eager`, `flash_attention_2`",
     )
-    sdpa_backend: Literal[SDPA_BACKENDS] = Field(
-        # type: ignore[valid-type]
+    sdpa_backend: SdpaBackend = Field(
         default=AUTO,
-        description="of `sdpa` on a GPU: `flash`, `cudnn` (prefill only), `efficient`, `math`; `auto`: the card's "
-        "fastest",
+        description="of `sdpa` on a GPU: `flash`, `cudnn` (prefill only), `efficient`, `math`; "
+        "`auto`: the card's fastest",
     )
     max_prompt_tokens: Positive | None = Field(
         default=None,
-        description="longer prompts lose their middle, as in LongBench; `null`: LongBench's share of the model's "
-        "positions",
+        description="longer prompts lose their middle, as in LongBench; `null`: LongBench's share "
+        "of the model's positions",
     )
     chat: Text | None = Field(
         default=None,
-        description="`llama2`, `xgen`, `auto` (the tokenizer's template), `none`; `null`: `auto` if there is a "
-        "template",
+        description="`llama2`, `xgen`, `auto` (the tokenizer's template), `none`; `null`: `auto` "
+        "if there is a template",
     )
     chat_args: dict[str, Any] | None = Field(
         default=None, description="arguments of the template, such as `{enable_thinking: true}`"
     )
     system: Text | None = Field(default=None, description="a system message before the prompt")
-    today: Text = Field(default=TODAY, description="the date, for templates that write one into the prompt")
+    today: Text = Field(
+        default=TODAY, description="the date, for templates that write one into the prompt"
+    )
     thinking_tokens: Count = Field(
         default=0, description="extra tokens for thinking; the text after `</think>` is scored"
     )
     paper: Literal["llama2", "xgen"] | None = Field(
-        default=None, description="the column of the paper's tables to compare with: `llama2`, `xgen`"
+        default=None,
+        description="the column of the paper's tables to compare with: `llama2`, `xgen`",
     )
 
 
@@ -111,34 +130,44 @@ class DataConfig(Settings):
 
     dir: PathText | None = Field(
         default=None,
-        description="folder with LongBench's `<dataset>.jsonl` and `config/*.json`, LongBench v2's `data.json` and "
-        "`prompts/0shot.txt`, or RULER's `LENGTH/TASK.jsonl`; `null` fetches them once",
+        description="folder with LongBench's `<dataset>.jsonl` and `config/*.json`, LongBench "
+        "v2's `data.json` and `prompts/0shot.txt`, or RULER's `LENGTH/TASK.jsonl`; `null` fetches "
+        "them once",
     )
-    length: Positive = Field(default=4096, description="of RULER's rows, in tokens: as published, 4096, 8192 or 16384")
+    length: Positive = Field(
+        default=4096, description="of RULER's rows, in tokens: as published, 4096, 8192 or 16384"
+    )
     on_error: Literal["raise", "skip"] = Field(
         default="raise", description="`skip` leaves out invalid rows, and reports their number"
     )
 
 
 class TrackerSettings(Settings):
-    """Weights & Biases. Its other settings are its own environment variables: WANDB_ENTITY, WANDB_TAGS, ..."""
+    """Weights & Biases. Its other settings are its own environment variables: WANDB_ENTITY,
+    WANDB_TAGS, ...
+    """
 
     name: Literal["none", "wandb"] = Field(default="none", description="`wandb`")
     project: Text = Field(default="lazyllm-bench", description="W&B's project")
     mode: Literal["online", "offline", "disabled"] = Field(
-        default="offline", description="`offline` writes to `<run folder>/wandb`; `online` needs a key"
+        default="offline",
+        description="`offline` writes to `<run folder>/wandb`; `online` needs a key",
     )
 
 
 class ArmSettings(Settings):
-    """A method with its hyperparameters, which are extra keys: its class checks them (`eval.arms`)."""
+    """A method with its hyperparameters, which are extra keys: its class checks them
+    (`eval.arms`).
+    """
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     name: Text
     label: Text | None = Field(default=None, description="the arm's name in tables of its run")
     speedup: Annotated[Any, PlainValidator(_read_speedups)] = Field(
-        default=None, description="the ideal TTFT speedup that a hyperparameter is solved for; `table1`: the paper's"
+        default=None,
+        description="the ideal TTFT speedup that a hyperparameter is solved for; `table1`: the "
+        "paper's",
     )
     seeds: Positive | None = Field(default=None, description="an arm for each of so many seeds")
 
@@ -151,58 +180,77 @@ class CommonSettings(Settings):
     arms: list[ArmSettings] = Field(
         default=[],
         min_length=1,
-        description="several methods: `arms=[lazy,fastkv]`, or `arms=[{name: lazy, speedup: 2x}, ...]`; a list of "
+        description="several methods: `arms=[lazy,fastkv]`, or `arms=[{name: lazy, speedup: 2x}, "
+        "...]`; a list of "
         "values, or `seeds: 5`, makes an arm of each",
     )
     speedup: Speedup | None = Field(
         default=None,
-        description="the ideal TTFT speedup that each arm is solved for, such as `2x`, unless it gives its own",
+        description="the ideal TTFT speedup that each arm is solved for, such as `2x`, unless it "
+        "gives its own",
     )
-    baseline: bool = Field(default=True, description="also measure the standard model on every example, among the arms")
+    baseline: bool = Field(
+        default=True, description="also measure the standard model on every example, among the arms"
+    )
     dataset: list[Text] = Field(
         default=[],
-        description="datasets, a task or a suite: `dataset=hotpotqa`, `dataset=[vt,cwe]`, `dataset=all`; or a YAML "
-        "file that describes your own rows",
+        description="datasets, a task or a suite: `dataset=hotpotqa`, `dataset=[vt,cwe]`, "
+        "`dataset=all`; or a YAML file that describes your own rows",
     )
     data: DataConfig = DataConfig()
-    limit: Positive | None = Field(default=None, description="N examples of each dataset; `null`: all (embedded: 12)")
-    subset: Literal[*SUBSETS, *_OWN_SUBSETS] = Field(
-        # type: ignore[valid-type]
+    limit: Positive | None = Field(
+        default=None, description="N examples of each dataset; `null`: all (embedded: 12)"
+    )
+    subset: Subset = Field(
         default="first",
-        description="which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths; "
-        "`mini`: of the 187 rows of LongBench that MiniLongBench chose",
+        description="which N: `first`, `random` (by `seed`), or `by_length`, spread over the "
+        "dataset's lengths; `mini`: of the 187 rows of LongBench that MiniLongBench chose",
     )
     max_new_tokens: Positive | None = Field(
         default=None, description="shorter answers than the dataset allows, for a quick look"
     )
     batch_size: Positive | None = Field(
         default=None,
-        description="answers that decode together, after TTFT was measured alone; 1 also times every step; `null`: as "
-        "many as fit into a GPU's memory, up to 8, and 1 on a CPU",
+        description="answers that decode together, after TTFT was measured alone; 1 also times "
+        "every step; `null`: as many as fit into a GPU's memory, up to 8, and 1 on a CPU",
     )
-    warmup: Count = Field(default=5, description="warm-up runs of each arm before the first example")
+    warmup: Count = Field(
+        default=5, description="warm-up runs of each arm before the first example"
+    )
     seed: Annotated[Count, Field(lt=2**63)] = Field(
-        default=0, description="of random weights, of random subsets, and the default of methods with a `seed`"
+        default=0,
+        description="of random weights, of random subsets, and the default of methods with a "
+        "`seed`",
     )
     threads: Annotated[Positive, Field(le=1024)] | None = Field(
         default=None, description="CPU threads, up to 1024; `null`: torch's choice (`tiny`: 1)"
     )
     out: PathText | None = Field(
-        default=None, description="the run's folder; `null`: `runs/<model>-<method or label>-<data>-<fingerprint>`"
+        default=None,
+        description="the run's folder; `null`: `runs/<model>-<method or "
+        "label>-<data>-<fingerprint>`",
     )
     trace: Count = Field(
-        default=0, description="keep each layer's importance and selection for the first N examples of each dataset"
+        default=0,
+        description="keep each layer's importance and selection for the first N examples of each "
+        "dataset",
     )
     fidelity: Literal["answer"] | None = Field(
-        default=None, description="`answer`: also feed the baseline's answer and the gold one to every arm; not timed"
+        default=None,
+        description="`answer`: also feed the baseline's answer and the gold one to every arm; not "
+        "timed",
     )
-    label: Text | None = Field(default=None, description="the comparison's name, in titles and folders")
+    label: Text | None = Field(
+        default=None, description="the comparison's name, in titles and folders"
+    )
     tracker: TrackerSettings = TrackerSettings()
 
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, values: Any) -> Any:
-        """Make `arms` a list of mappings, of `method` if there is no other, and `dataset` a list."""
+        """Make `arms` a list of mappings, of `method` if there is no other, and `dataset` a
+        list.
+        """
         method, arms, dataset = (values.get(key) for key in ("method", "arms", "dataset"))
         if method and arms:
             raise ValueError(_refuse_both(method.get("name"), arms))
@@ -247,7 +295,9 @@ Config = TypeVar("Config", bound=Settings)
 
 
 def validated(values: Any, kind: type[Config]) -> Config:
-    """Settings from nested dictionaries. Raises UserError with one line: key, value, what was expected."""
+    """Settings from nested dictionaries. Raises UserError with one line: key, value, what was
+    expected.
+    """
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -314,7 +364,9 @@ def _short(value: Any) -> str:
 
 
 def documented(kind: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
-    """(key, default, description) of every setting with a description, in order. `GROUP=` sets a group's name."""
+    """(key, default, description) of every setting with a description, in order. `GROUP=` sets a
+    group's name.
+    """
     rows = list[tuple[str, str, str]]()
     for name, field in kind.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):

@@ -1,8 +1,8 @@
 """Scores a folder of official LongBench predictions: `lazyllm-bench score FOLDER [--json]`.
 
-FOLDER holds the output of LongBench's `pred.py`: `<dataset>.jsonl`, a line `{"pred", "answers", "all_classes",
-"length"}` per example. It prints the scores of LongBench's `eval.py` for each dataset and task, and also
-rouge-score's ROUGE-L for the datasets scored by ROUGE.
+FOLDER holds the output of LongBench's `pred.py`: `<dataset>.jsonl`, a line `{"pred", "answers",
+"all_classes", "length"}` per example. It prints the scores of LongBench's `eval.py` for each
+dataset and task, and also rouge-score's ROUGE-L for the datasets scored by ROUGE.
 """
 
 import json
@@ -19,32 +19,50 @@ from lazyllm.errors import UserError, nearest, parser_of
 
 # LongBench's Chinese datasets: official folders hold them too; the paper leaves them out.
 CHINESE_DATASETS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
-_SCORED = {name: each for name, each in DATASETS.items() if each.metric in {one.metric for one in longbench.DATASETS}}
+_SCORED = {
+    name: each
+    for name, each in DATASETS.items()
+    if each.metric in {one.metric for one in longbench.DATASETS}
+}
 
 
 def score_folder(path: str | Path) -> dict[str, Any]:
     """Score every `<dataset>.jsonl` of a folder of official `pred.py` output.
 
     Returns the object of `--json`; scores are 0 to 100, rounded to 2 digits:
-    datasets: {"dataset", "task", "suite", "metric", "rows", "score", "rouge_score"} of each; the last is ROUGE-L F,
+    datasets: {"dataset", "task", "suite", "metric", "rows", "score", "rouge_score"} of each; the
+        last is ROUGE-L F,
         None if the metric is not ROUGE.
-    tasks: {"task", "suite", "score", "datasets", "missing"} of each; its score is the mean over its datasets. `missing`
-        are its datasets without a file, which published scores have.
+    tasks: {"task", "suite", "score", "datasets", "missing"} of each; its score is the mean over its
+        datasets. `missing` are its datasets without a file, which published scores have.
     folder, ignored: its name, and its files of LongBench's Chinese datasets, which are not scored.
-    Raises UserError for a missing folder, no file to score, an unknown dataset, an invalid line or a missing field.
+    Raises UserError for a missing folder, no file to score, an unknown dataset, an invalid line or
+    a missing field.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; expected one with <dataset>.jsonl files of LongBench's pred.py")
-    files = {file.stem: file for file in sorted(folder.glob("*.jsonl")) if not file.name.startswith(".")}
+        raise UserError(
+            f"{folder}: no such folder; expected one with <dataset>.jsonl files of LongBench's "
+            "pred.py"
+        )
+    files = {
+        file.stem: file for file in sorted(folder.glob("*.jsonl")) if not file.name.startswith(".")
+    }
     ignored = [file.name for name, file in files.items() if name in CHINESE_DATASETS]
     unknown = [name for name in files if name not in (*_SCORED, *CHINESE_DATASETS)]
     if unknown:
-        raise UserError(f"{files[unknown[0]]}: unknown dataset {unknown[0]!r}: {nearest(unknown[0], _SCORED)}")
-    predictions = {name: _read(files[name], dataset) for name, dataset in _SCORED.items() if name in files}
+        raise UserError(
+            f"{files[unknown[0]]}: unknown dataset {unknown[0]!r}: {nearest(unknown[0], _SCORED)}"
+        )
+    predictions = {
+        name: _read(files[name], dataset) for name, dataset in _SCORED.items() if name in files
+    }
     if not predictions:
         beside = f", only {', '.join(ignored)}, which are not scored here" if ignored else ""
-        raise UserError(f"{folder}: no <dataset>.jsonl to score{beside}; known datasets are {', '.join(_SCORED)}")
+        raise UserError(
+            f"{folder}: no <dataset>.jsonl to score{beside}; known datasets are "
+            f"{', '.join(_SCORED)}"
+        )
     datasets = [_score(DATASETS[name], rows) for name, rows in predictions.items()]
     scores, tasks = {one["dataset"]: one["score"] for one in datasets}, list[dict[str, Any]]()
     for suite in SUITES.values():
@@ -53,16 +71,30 @@ def score_folder(path: str | Path) -> dict[str, Any]:
             if here := [name for name in names if name in scores]:
                 score = round(sum(scores[name] for name in here) / len(here), 2)
                 missing = [name for name in names if name not in here]
-                tasks.append({"task": task, "suite": suite.name, "score": score, "datasets": here, "missing": missing})
+                tasks.append(
+                    {
+                        "task": task,
+                        "suite": suite.name,
+                        "score": score,
+                        "datasets": here,
+                        "missing": missing,
+                    }
+                )
     return {"folder": str(folder), "datasets": datasets, "tasks": tasks, "ignored": ignored}
 
 
 # without `length`, which only LongBench-E's buckets need
-_FIELDS = {"pred": (lambda value: isinstance(value, str), "a string"), "answers": TEXTS, "all_classes": CLASSES}
+_FIELDS = {
+    "pred": (lambda value: isinstance(value, str), "a string"),
+    "answers": TEXTS,
+    "all_classes": CLASSES,
+}
 
 
 def _read(file: Path, dataset: Dataset) -> list[dict[str, Any]]:
-    """The lines of one prediction file. Raises UserError that names file and line if a line cannot be scored."""
+    """The lines of one prediction file. Raises UserError that names file and line if a line
+    cannot be scored.
+    """
     rows = []
     for where, row in read_lines(file.read_bytes(), str(file)):
         try:
@@ -79,7 +111,9 @@ def _read(file: Path, dataset: Dataset) -> list[dict[str, Any]]:
 
 
 def _score(dataset: Dataset, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One dataset's score. As in the official `eval.py`, the class names of the last line hold for all lines."""
+    """One dataset's score. As in the official `eval.py`, the class names of the last line hold
+    for all lines.
+    """
     classes = rows[-1]["all_classes"]
     seconds = [second_score(dataset, row["pred"], row["answers"]) for row in rows]
     return {
@@ -88,8 +122,12 @@ def _score(dataset: Dataset, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "suite": dataset.suite,
         "metric": dataset.metric,
         "rows": len(rows),
-        "score": dataset_score([score_example(dataset, row["pred"], row["answers"], classes) for row in rows]),
-        "rouge_score": None if None in seconds else dataset_score([second for second in seconds if second is not None]),
+        "score": dataset_score(
+            [score_example(dataset, row["pred"], row["answers"], classes) for row in rows]
+        ),
+        "rouge_score": None
+        if None in seconds
+        else dataset_score([second for second in seconds if second is not None]),
     }
 
 
@@ -98,23 +136,33 @@ def as_text(scores: Mapping[str, Any]) -> str:
     lines = [f"{'dataset':24}{'task':16}{'metric':16}{'rows':>9}{'score':>8}  rouge-score"]
     for entry in scores["datasets"]:
         beside = "" if entry["rouge_score"] is None else f"{entry['rouge_score']:.2f}"
-        lines.append("{dataset:24}{task:16}{metric:16}{rows:>9}{score:>8.2f}  ".format(**entry) + beside)
+        lines.append(
+            "{dataset:24}{task:16}{metric:16}{rows:>9}{score:>8.2f}  ".format(**entry) + beside
+        )
     lines.append(f"\n{'task':24}{'suite':32}{'datasets':>9}{'score':>8}")
     for entry in scores["tasks"]:
         here, missing = entry["datasets"], entry["missing"]
         part = f"{len(here)} of {len(here) + len(missing)}"
         lacks = f"without {', '.join(missing)}" if missing else ""
-        lines.append(f"{entry['task']:24}{entry['suite']:32}{part:>9}{entry['score']:>8.2f}  {lacks}")
+        lines.append(
+            f"{entry['task']:24}{entry['suite']:32}{part:>9}{entry['score']:>8.2f}  {lacks}"
+        )
     if scores["ignored"]:
-        lines.append(f"\nnot scored (Chinese, not among the paper's 16): {', '.join(scores['ignored'])}")
+        lines.append(
+            f"\nnot scored (Chinese, not among the paper's 16): {', '.join(scores['ignored'])}"
+        )
     return "\n".join(line.rstrip() for line in lines)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command `score`. Returns the exit code. Raises UserError if the folder cannot be scored."""
+    """The command `score`. Returns the exit code. Raises UserError if the folder cannot be
+    scored.
+    """
     parser = parser_of("score", __doc__)
     parser.add_argument("folder", help="folder of <dataset>.jsonl files of LongBench's pred.py")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
     options = parser.parse_args(arguments)
     scores = score_folder(options.folder)
     print(json.dumps(scores, indent=2, ensure_ascii=False) if options.json else as_text(scores))

@@ -2,21 +2,22 @@
 
 lazyllm-bench tune model=tiny dataset=embedded limit=4 -m target_speedup=1.5,2    (a study of each)
 
-Every other row decides: the best schedule has the least KL of the baseline's answer (`fidelity=answer`), then of the
-gold one. The first is the default at this speedup. Both are then measured on the other rows. The same command resumes.
-The study's folder holds a run of each schedule, and `tuned.yaml` with the best one and the rows.
+Every other row decides: the best schedule has the least KL of the baseline's answer
+(`fidelity=answer`), then of the gold one. The first is the default at this speedup. Both are then
+measured on the other rows. The same command resumes. The study's folder holds a run of each
+schedule, and `tuned.yaml` with the best one and the rows.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import yaml
 from pydantic import Field, model_validator
@@ -33,6 +34,10 @@ from lazyllm.errors import FailedExamplesError, UserError, require
 from lazyllm.files import write_whole
 from lazyllm.methods import Lazy, by_name, settings_of
 
+if TYPE_CHECKING:
+    from eval.benchmarks.prompts import Prompt
+    from eval.run.bench import Load
+
 FILE = "tuned.yaml"  # of a study
 CUTS = 9  # the most pruning layers of a schedule
 Schedule = dict[int, float]  # {layer: keep ratio}
@@ -40,7 +45,9 @@ KLs = tuple[float, float]  # of the baseline's answer, of the gold one: means ov
 
 
 class TuneConfig(RunConfig):
-    """A run's settings, and the search's. `seed` is also the search's; `out` is the study's folder."""
+    """A run's settings, and the search's. `seed` is also the search's; `out` is the study's
+    folder.
+    """
 
     target_speedup: Annotated[float, Field(gt=1)] = Field(
         description="ideal TTFT speedup to reach; `-m target_speedup=1.5,2`: two studies"
@@ -58,7 +65,9 @@ class TuneConfig(RunConfig):
         if given != "paper":
             raise ValueError(f"method.schedule={given}: leave it out, as the search finds it")
         if speedup is not None:
-            raise ValueError(f"speedup={speedup}: leave it out, as target_speedup is what is reached")
+            raise ValueError(
+                f"speedup={speedup}: leave it out, as target_speedup is what is reached"
+            )
         if not self.baseline:
             raise ValueError("baseline=false: expected true, as schedules are compared with it")
         return self
@@ -70,31 +79,45 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def draw(speedup: Callable[[Schedule], float], target: float, depth: Depth, trial: Any) -> Schedule | None:
-    """A schedule that keeps `ratio ** power` after each of its layers, by the ratio that meets the target, if any does.
+def draw(
+    speedup: Callable[[Schedule], float], target: float, depth: Depth, trial: Any
+) -> Schedule | None:
+    """A schedule that keeps `ratio ** power` after each of its layers, by the ratio that meets the
+    target, if any does.
 
-    speedup: the ideal one of a schedule. trial: Optuna's, which chooses the number of layers, the first and the last,
-    between which they are spread evenly, and how the powers rise or fall from 1 in the middle.
+    speedup: the ideal one of a schedule. trial: Optuna's, which chooses the number of layers, the
+    first and the last, between which they are spread evenly, and how the powers rise or fall from 1
+    in the middle.
     """
     cuts, first = trial.suggest_int("cuts", 1, CUTS), trial.suggest_int("first", 1, depth.count - 1)
     last, slope = trial.suggest_int("last", 1, depth.count - 1), trial.suggest_float("slope", -2, 2)
     shares = [cut / max(cuts - 1, 1) for cut in range(cuts)]
-    powers = {depth.nearest(round(first + share * (last - first))): 2 ** (slope * (2 * share - 1)) for share in shares}
+    powers = {
+        depth.nearest(round(first + share * (last - first))): 2 ** (slope * (2 * share - 1))
+        for share in shares
+    }
 
     def schedule(ratio: float) -> Schedule:
-        return {layer: max(round(ratio**power, 4), 0.0001) for layer, power in sorted(powers.items())}
+        return {
+            layer: max(round(ratio**power, 4), 0.0001) for layer, power in sorted(powers.items())
+        }
 
     ratio = nearest_ratio(lambda ratio: speedup(schedule(ratio)), target)
     return None if ratio is None else schedule(ratio)
 
 
-def search(study: Any, drawn: Any, kls: Callable[[Schedule], KLs], default: Schedule, trials: int) -> Schedule:
-    """The best of `trials` schedules, the default first; of equal ones, the first. Up to 20 are drawn for each."""
+def search(
+    study: Any, drawn: Any, kls: Callable[[Schedule], KLs], default: Schedule, trials: int
+) -> Schedule:
+    """The best of `trials` schedules, the default first; of equal ones, the first. Up to 20 are
+    drawn for each.
+    """
     import optuna
 
     def objective(trial: optuna.Trial) -> float:
         schedule = drawn(trial)
-        schedule = schedule if done() else default  # what is drawn first is enqueued as the nearest to it
+        # what is drawn first is enqueued as the nearest to it
+        schedule = schedule if done() else default
         if schedule is None:
             raise optuna.TrialPruned
         measured = kls(schedule)
@@ -103,69 +126,116 @@ def search(study: Any, drawn: Any, kls: Callable[[Schedule], KLs], default: Sche
         return measured[0]
 
     def done() -> list[Any]:
-        return [trial.user_attrs["measured"] for trial in study.trials if trial.state.name == "COMPLETE"]
+        return [
+            trial.user_attrs["measured"] for trial in study.trials if trial.state.name == "COMPLETE"
+        ]
 
     if not done():
-        study.enqueue_trial({"cuts": len(default), "first": min(default), "last": max(default), "slope": 0.0})
-    study.optimize(objective, 20 * (trials - len(done())), callbacks=[optuna.study.MaxTrialsCallback(trials)])
+        study.enqueue_trial(
+            {"cuts": len(default), "first": min(default), "last": max(default), "slope": 0.0}
+        )
+    study.optimize(
+        objective, 20 * (trials - len(done())), callbacks=[optuna.study.MaxTrialsCallback(trials)]
+    )
     return dict(min(done(), key=lambda found: found[0])[1])
 
 
 def tune(config: TuneConfig) -> Path:
-    """Search, then measure on the other rows; returns the study's folder. Raises UserError, FailedExamplesError."""
+    """Search, then measure on the other rows; returns the study's folder. Raises UserError,
+    FailedExamplesError.
+    """
     config = config.model_copy(update={"fidelity": "answer", "warmup": 0})
     check(config, Path("studies"))
     if find_spec("optuna") is None:
-        raise UserError("the search needs the package optuna: pip install --editable '.[tune]' in the repository")
-    import optuna  # this and others not at the top: arguments are checked first
-
+        raise UserError(
+            "the search needs the package optuna: pip install --editable '.[tune]' in the "
+            "repository"
+        )
+    # not at the top: arguments are checked first
     from eval.run.bench import load_model
     from eval.run.device import held_and_released
-    from eval.run.loop import measure
     from eval.run.prepare import prepare
-    from lazyllm.models.load import as_device, shape_of
+    from lazyllm.models.config import as_device, shape_of
 
     run, target = prepare(config), config.target_speedup
-    require(len(run.prompts) > 1, "limit", config.limit, "two rows or more: every other one decides")
+    require(
+        len(run.prompts) > 1, "limit", config.limit, "two rows or more: every other one decides"
+    )
     prompts = {"rows": run.prompts[::2], "other_rows": run.prompts[1::2]}
     rows = {part: [" ".join(prompt.key) for prompt in chosen] for part, chosen in prompts.items()}
     shape = shape_of(run.spec)
     method = cast(Any, run.methods[run.arms[-1].label, run.prompts[0].dataset.name])
     depth, tokens = Depth.of(shape), round(mean(len(prompt.token_ids) for prompt in run.prompts))
     default: Any = method.solve({}, shape, tokens, target)
-    require(default is not None, "target_speedup", target, "less, as the default's layers cannot reach it")
+    require(
+        default is not None,
+        "target_speedup",
+        target,
+        "less, as the default's layers cannot reach it",
+    )
     identity = run.identity | rows | {"target_speedup": target}
     name = Path(config.model.name).name
     folder = Path(config.out or f"studies/{name}-{target:g}x-{fingerprint(identity)[:8]}")
     folder.mkdir(parents=True, exist_ok=True)
-    study = optuna.create_study(storage=f"sqlite:///{folder}/study.db", study_name="schedules", load_if_exists=True)
-    check_same(folder, "study", study.user_attrs.get("identity", identity), identity)
-    study.set_user_attr("identity", identity)
-    study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(study.trials), multivariate=True)
+    study = open_study(folder, identity, config.seed)
     load = cache(partial(load_model, run))
+    kls = partial(_measure, config, folder, prompts, load)
     with held_and_released(as_device(run.spec.device)):
-
-        def kls(part: str, schedule: Schedule) -> KLs:
-            out = folder / part / "-".join(f"{layer}_{ratio}" for layer, ratio in schedule.items())
-            extra = config.arms[0].model_extra or {}
-            given = {"name": config.arms[0].name, "label": "tuned", **extra, "schedule": schedule}
-            arm = ArmSettings.model_validate(given)
-            trial = prepare(config.model_copy(update={"arms": [arm], "out": str(out)}))
-            measured = measure(replace(trial, prompts=prompts[part]), show=False, load=load)
-            if measured.failed:
-                raise FailedExamplesError(measured.failures)
-            found: Any = [visit.answers["tuned"] for visit in measured.visits if "tuned" in visit.answers]
-            return mean(one.answer_kl for one in found), mean(one.gold_kl for one in found)
-
-        drawn = partial(draw, lambda one: replace(method, schedule=one).ideal_speedup(shape, tokens), target, depth)
+        drawn = partial(
+            draw,
+            lambda one: replace(method, schedule=one).ideal_speedup(shape, tokens),
+            target,
+            depth,
+        )
         best = search(study, drawn, partial(kls, "rows"), default, config.trials)
         both = (("tuned", best), ("default", default))
-        measured = {f"{name} on {part}": [*kls(part, schedule)] for part in prompts for name, schedule in both}
+        measured = {
+            f"{name} on {part}": [*kls(part, schedule)]
+            for part in prompts
+            for name, schedule in both
+        }
     about = {"schedule": best, "model": name, "target_speedup": target, **measured, **rows}
     text = yaml.safe_dump(about, sort_keys=False, default_flow_style=None, width=1000)
     write_whole(folder / FILE, f"# {command_of(config.arms[0], best)}\n{text}")
     print((folder / FILE).read_text(encoding="utf-8"), end="")
     return folder
+
+
+def open_study(folder: Path, identity: dict[str, Any], seed: int) -> Any:
+    """Open Optuna's study in the folder, or begin it. Raises UserError for another identity's."""
+    import optuna
+
+    study = optuna.create_study(
+        storage=f"sqlite:///{folder}/study.db", study_name="schedules", load_if_exists=True
+    )
+    check_same(folder, "study", study.user_attrs.get("identity", identity), identity)
+    study.set_user_attr("identity", identity)
+    study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), multivariate=True)
+    return study
+
+
+def _measure(
+    config: TuneConfig,
+    folder: Path,
+    prompts: Mapping[str, Sequence[Prompt]],
+    load: Load,
+    part: str,
+    schedule: Schedule,
+) -> KLs:
+    """Measure a schedule on a part of the rows, in a run of its own below the study's folder."""
+    from eval.run.loop import measure
+    from eval.run.prepare import prepare
+
+    out = folder / part / "-".join(f"{layer}_{ratio}" for layer, ratio in schedule.items())
+    extra = config.arms[0].model_extra or {}
+    given = {"name": config.arms[0].name, "label": "tuned", **extra, "schedule": schedule}
+    arm = ArmSettings.model_validate(given)
+    trial = prepare(config.model_copy(update={"arms": [arm], "out": str(out)}))
+    measured = measure(replace(trial, prompts=prompts[part]), show=False, load=load)
+    if measured.failed:
+        raise FailedExamplesError(measured.failures)
+    answers: Any = [visit.answers["tuned"] for visit in measured.visits if "tuned" in visit.answers]
+    return mean(one.answer_kl for one in answers), mean(one.gold_kl for one in answers)
 
 
 def command_of(arm: ArmSettings, schedule: Schedule) -> str:

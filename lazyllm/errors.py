@@ -1,4 +1,4 @@
-"""What the commands of both packages share: errors that a user can fix, and the parser of arguments."""
+"""What the commands of both packages share: errors that a user can fix, and the parser."""
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """An error the user can fix: the message says what was given, what was expected, and what to do.
+    """An error the user can fix: the message says what was given, what was expected, what to do.
 
     Commands show the message without a traceback, and end with `exit_code`.
     """
@@ -24,15 +24,19 @@ class FailedExamplesError(UserError):
 
 
 def reason_of(error: Exception) -> str:
-    """An error's kind and text, in one line."""
+    """Write an error's kind and text in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def place_of(error: Exception, file: str = "") -> str:
-    """An error's place, such as `my_method.py:12`: the innermost line in `file`, else outside installed packages."""
+    """Find an error's place, such as `my_method.py:12`.
+
+    It is the innermost line in `file`, else outside installed packages.
+    """
     frames = extract_tb(error.__traceback__)
-    in_file = [frame for frame in frames if frame.filename == file]
-    last = (in_file or [frame for frame in frames if "site-packages" not in frame.filename] or frames)[-1]
+    inside = [frame for frame in frames if frame.filename == file]
+    ours = [frame for frame in frames if "site-packages" not in frame.filename]
+    last = (inside or ours or frames)[-1]
     return f"{Path(last.filename).name}:{last.lineno}"
 
 
@@ -43,7 +47,7 @@ def require(holds: bool, key: str, value: Any, expected: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str], all_in: str = "lazyllm-bench run --list") -> str:
-    """What an error says of the known names: the nearest first; of more than eight, five and what shows all of them."""
+    """Write the known names, the nearest first; of more than eight, five and where all are."""
 
     def distance(other: str) -> float:
         return -SequenceMatcher(None, name.lower(), other.lower()).ratio()
@@ -55,7 +59,9 @@ def nearest(name: str, known: Iterable[str], all_in: str = "lazyllm-bench run --
 
 
 def parser_of(command: str, description: str | None) -> ArgumentParser:
-    """The parser of `lazyllm-bench COMMAND`, whose help shows the description as it is written."""
+    """Make the parser of `lazyllm-bench COMMAND`; its help shows the description as written."""
     return ArgumentParser(
-        prog=f"lazyllm-bench {command}", description=description, formatter_class=RawDescriptionHelpFormatter
+        prog=f"lazyllm-bench {command}",
+        description=description,
+        formatter_class=RawDescriptionHelpFormatter,
     )

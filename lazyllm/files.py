@@ -9,11 +9,12 @@ from lazyllm.errors import UserError
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
-    """Write a file completely or not at all, and flush it to the disk. Makes its folder.
+    """Write a file completely or not at all, flushed to the disk. Makes its folder.
 
     Raises UserError if it cannot be written; an earlier file of this name then stays as it is.
     """
-    partial = file.with_name(f".{file.name}.{uuid4().hex[:8]}.partial")  # two processes may write it at the same time
+    # two processes may write it at the same time
+    partial = file.with_name(f".{file.name}.{uuid4().hex[:8]}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as opened:
@@ -25,15 +26,16 @@ def write_whole(file: Path, content: str | bytes) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise UserError(
-            f"{file}: could not be written ({error}). An earlier file of this name is unchanged: fix the cause (such "
-            "as a full disk), then run the same command again"
+            f"{file}: could not be written ({error}). An earlier file of this name is unchanged: "
+            "fix the cause (such as a full disk), then run the same command again"
         ) from error
 
 
 def cache_folder() -> Path:
-    """The folder of files that are downloaded or made once.
+    """Name the folder of files that are downloaded or made once.
 
-    `$LAZYLLM_BENCH_CACHE`, else `lazyllm-bench` in the user's cache folder: `$XDG_CACHE_HOME` or `~/.cache`.
+    `$LAZYLLM_BENCH_CACHE`, else `lazyllm-bench` in `$XDG_CACHE_HOME` or `~/.cache`.
     """
-    own, users = os.environ.get("LAZYLLM_BENCH_CACHE"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(own) if own else Path(users) / "lazyllm-bench").expanduser()
+    users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = os.environ.get("LAZYLLM_BENCH_CACHE") or f"{users}/lazyllm-bench"
+    return Path(folder).expanduser()

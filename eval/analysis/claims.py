@@ -1,10 +1,12 @@
-"""The paper's claims about LazyLLM, in our words (arXiv 2407.14057v1), and what stored runs say of each.
+"""The paper's claims about LazyLLM, in our words (arXiv 2407.14057v1), and what stored runs say of
+each.
 
-A claim is a row of eval/analysis/published/claims.csv: its text, the function here that measures it (`measure`, with
-`arguments`), the rows that it measures (`rows`, `method`: `Section.of`), what these must have for a verdict (`needs`),
-the paper's number by model (llama2, xgen), and how far ours may be from it (`tolerance`, in per cent of the number or in
-points), or the direction that each part of the value must obey (`holds`); `digits`, `widest` (of `Column`), and `shown`,
-the table or figure to look at.
+A claim is a row of eval/analysis/published/claims.csv: its text, the function here that measures it
+(`measure`, with `arguments`), the rows that it measures (`rows`, `method`: `Section.of`), what
+these must have for a verdict (`needs`), the paper's number by model (llama2, xgen), and how far
+ours may be from it (`tolerance`, in per cent of the number or in points), or the direction that
+each part of the value must obey (`holds`); `digits`, `widest` (of `Column`), and `shown`, the table
+or figure to look at.
 """
 
 import csv
@@ -18,7 +20,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import BASELINE, PAPER_SPEEDUP, STUDIED, single_layer, targets_of, with_ends
+from eval.analysis.columns import (
+    BASELINE,
+    PAPER_SPEEDUP,
+    STUDIED,
+    single_layer,
+    targets_of,
+    with_ends,
+)
 from eval.analysis.paper_tables import PUBLISHED, TASK_NAMES
 from eval.analysis.style import as_published, studied
 from eval.analysis.table import Column, forms
@@ -52,8 +61,9 @@ class Section:
     def of(self, preset: str, method: str = STUDIED) -> Any:
         """The rows of a method's arms that belong to an experiment, without ablations.
 
-        preset: "table1", "figure5" (settings given by a speedup), "figure6" (schedules of one layer), "studied" (those
-        of table1, else of the one setting of LazyLLM that figures show), or "all".
+        preset: "table1", "figure5" (settings given by a speedup), "figure6" (schedules of one
+        layer), "studied" (those of table1, else of the one setting of LazyLLM that figures show),
+        or "all".
         """
         rows = self.rows[self.rows["method"] == method]
         if preset == "all":
@@ -75,7 +85,9 @@ class Section:
 
     def by_task(self, rows: Any) -> Any:
         """`by_task` of these rows, without datasets, each beside its baseline."""
-        whole = by_task(pd.concat([rows, self.frame[~self.frame.index.isin(rows.index)].assign(counts=False)]))
+        whole = by_task(
+            pd.concat([rows, self.frame[~self.frame.index.isin(rows.index)].assign(counts=False)])
+        )
         return whole[whole["level"] != "dataset"]
 
 
@@ -87,14 +99,26 @@ def _tasks(section: Section, rows: Any) -> str:
 
 
 def _whole_answers(section: Section, rows: Any) -> str:
-    caps = sorted({cap for one in section.identities(rows) if (cap := one.get("max_new_tokens")) is not None})
+    caps = sorted(
+        {cap for one in section.identities(rows) if (cap := one.get("max_new_tokens")) is not None}
+    )
     return f"needs whole answers, has max_new_tokens={', '.join(map(str, caps))}" if caps else ""
 
 
 def _whole_prompts(section: Section, rows: Any) -> str:
     limit = PROMPT_LIMITS.get(section.paper_model or "", 0)
-    lower = sorted({own for one in section.identities(rows) if (own := one.get("max_prompt_tokens", limit)) != limit})
-    return f"needs max_prompt_tokens={limit}, has {', '.join(map(str, lower))}" if limit and lower else ""
+    lower = sorted(
+        {
+            own
+            for one in section.identities(rows)
+            if (own := one.get("max_prompt_tokens", limit)) != limit
+        }
+    )
+    return (
+        f"needs max_prompt_tokens={limit}, has {', '.join(map(str, lower))}"
+        if limit and lower
+        else ""
+    )
 
 
 def _steps(section: Section, rows: Any) -> str:
@@ -106,7 +130,13 @@ def _forced(section: Section, rows: Any) -> str:
 
 
 # What rows must have for a verdict: each says what they lack
-_NEEDS = {"tasks": _tasks, "answers": _whole_answers, "prompts": _whole_prompts, "steps": _steps, "forced": _forced}
+_NEEDS = {
+    "tasks": _tasks,
+    "answers": _whole_answers,
+    "prompts": _whole_prompts,
+    "steps": _steps,
+    "forced": _forced,
+}
 
 
 @dataclass(frozen=True)
@@ -130,15 +160,20 @@ class Claim:
     def judged(self, sections: Sequence[Section]) -> tuple[list[Value], str]:
         """The values, and what the rows lack for a verdict ("" for nothing).
 
-        sections: one model on one suite, in runs that share no table: of those that can decide the claim, the one with
-        most examples counts.
+        sections: one model on one suite, in runs that share no table: of those that can decide the
+        claim, the one with most examples counts.
         """
         found = list[tuple[bool, bool, int, list[Value], str]]()
         for section in sections:
             rows = section.of(self.rows, self.method)
-            lacking = [text for need in self.needs if len(rows) and (text := _NEEDS[need](section, rows))]
+            lacking = [
+                text for need in self.needs if len(rows) and (text := _NEEDS[need](section, rows))
+            ]
             values = _MEASURES[self.measure](section, rows, **self.arguments)
-            decides, examples = bool(values) and not lacking, len(rows[["dataset", "id"]].drop_duplicates())
+            decides, examples = (
+                bool(values) and not lacking,
+                len(rows[["dataset", "id"]].drop_duplicates()),
+            )
             found.append((decides, bool(values), examples, values, "; ".join(lacking)))
         *_, values, lacking = max(found, key=lambda one: one[:3])
         return values, lacking
@@ -164,11 +199,19 @@ class Claim:
         return HIGHER if low > paper + allowed else LOWER if high < paper - allowed else UNDECIDED
 
     def _obeys(self, part: Value) -> str:
-        """Of one part: the whole interval obeys the rule, or none of it, or it is undecided, as in a tie."""
+        """Of one part: the whole interval obeys the rule, or none of it, or it is undecided, as
+        in a tie.
+        """
         sign, bound = self.holds.split()
         ends = {bool(_RULES[sign](end, float(bound))) for end in part[1:]}
         is_tie = set(part) == {float(bound)} and sign in "<>"
-        return UNDECIDED if np.isnan(part).any() or len(ends) > 1 or is_tie else HOLDS if ends == {True} else FAILS
+        return (
+            UNDECIDED
+            if np.isnan(part).any() or len(ends) > 1 or is_tie
+            else HOLDS
+            if ends == {True}
+            else FAILS
+        )
 
     def ours(self, parts: list[Value]) -> str:
         """The value for people; of several parts, the range and how many go which way."""
@@ -181,7 +224,10 @@ class Claim:
             )
         obeys = [self._obeys(part) for part in parts]
         low, high = (f"{value:.{self.digits}f}" for value in (min(values), max(values)))
-        return f"{low} to {high}: {obeys.count(HOLDS)} of {len(parts)} hold, {obeys.count(FAILS)} do not"
+        return (
+            f"{low} to {high}: {obeys.count(HOLDS)} of {len(parts)} hold, {obeys.count(FAILS)} do "
+            "not"
+        )
 
 
 def _values(rows: Any, column: str) -> list[Value]:
@@ -205,7 +251,9 @@ def _by_task(section: Section, rows: Any, column: str, only: str | None = None) 
 
 def _ttft_in(section: Section, rows: Any, unit: str, scale: float = 1) -> list[Value]:
     """The baseline's TTFT, divided by another time of the same answer."""
-    values = on_common_examples(rows.assign(ratio=scale * rows["ttft_s"] / rows[unit], label=BASELINE), "ratio")
+    values = on_common_examples(
+        rows.assign(ratio=scale * rows["ttft_s"] / rows[unit], label=BASELINE), "ratio"
+    )
     return [with_ends(drawn_means(values)[:, 0])] if len(values) else []
 
 
@@ -216,8 +264,8 @@ def _mean_of(section: Section, rows: Any, column: str) -> list[Value]:
 
 
 def _kept_at(section: Section, rows: Any, speedup: float) -> list[Value]:
-    """The best relative score on multi-document QA of the settings that measured at least this speedup, to one per
-    cent; NaN if none did."""
+    """The best relative score on multi-document QA of the settings that measured at least this
+    speedup, to one per cent; NaN if none did."""
     rows = section.by_task(rows)
     rows = rows[rows["name"] == "multi_doc_qa"]
     fast = rows[rows["ttft_speedup"] > 0.99 * speedup]
@@ -229,7 +277,9 @@ _SIGN = {"score": 1, "kl": -1, "answer_kl": -1}  # of what is better
 
 
 def _leads(section: Section, rows: Any, column: str, other: str) -> list[Value]:
-    """LazyLLM's lead over another method in each task: the mean over the speedups that both were solved for."""
+    """LazyLLM's lead over another method in each task: the mean over the speedups that both were
+    solved for.
+    """
     others = section.of("figure5", other)
     rows = pd.concat([rows, others[others["model"].isin(rows["model"])]])
     rows = rows.assign(target=targets_of(rows), label=rows["method"]).dropna(subset=column)
@@ -246,7 +296,9 @@ def _leads(section: Section, rows: Any, column: str, other: str) -> list[Value]:
 
 
 def _gains_along(section: Section, rows: Any, column: str, along: str) -> list[Value]:
-    """How much better each next layer, or keep ratio, of a single pruning layer is, at each value of the other."""
+    """How much better each next layer, or keep ratio, of a single pruning layer is, at each
+    value of the other.
+    """
     rows = rows.dropna(subset=column)
     rows = rows.assign(label=rows["settings"].map(single_layer))
     values = on_common_examples(rows, column) if len(rows) else rows
@@ -257,12 +309,16 @@ def _gains_along(section: Section, rows: Any, column: str, along: str) -> list[V
     lines: dict[float, list[tuple[float, float]]] = {}
     for point in sorted(drawn, key=lambda point: point[axis]):
         lines.setdefault(point[1 - axis], []).append(point)
-    steps = [drawn[after] - drawn[before] for line in lines.values() for before, after in pairwise(line)]
+    steps = [
+        drawn[after] - drawn[before] for line in lines.values() for before, after in pairwise(line)
+    ]
     return [with_ends(_SIGN[column] * step) for step in steps]
 
 
 def _counts(section: Section, rows: Any) -> list[tuple[int, np.ndarray]]:
-    """(prompt tokens, [steps, groups of layers] prompt tokens computed so far) of LazyLLM's answers."""
+    """(prompt tokens, [steps, groups of layers] prompt tokens computed so far) of LazyLLM's
+    answers.
+    """
     answers = section.results.answers(rows)
     return [(visit.prompt_tokens, np.array(answer.computed)) for visit, answer in answers]
 
@@ -274,16 +330,27 @@ def _largest_share(section: Section, rows: Any) -> list[Value]:
 
 
 def _deeper_saves(section: Section, rows: Any) -> list[Value]:
-    """How much smaller the share of tokens computed by the end is in the last layers than in the first."""
-    saved = np.array([100 * (ran[-1, 0] - ran[-1, -1]) / tokens for tokens, ran in _counts(section, rows)])
+    """How much smaller the share of tokens computed by the end is in the last layers than in the
+    first.
+    """
+    saved = np.array(
+        [100 * (ran[-1, 0] - ran[-1, -1]) / tokens for tokens, ran in _counts(section, rows)]
+    )
     return [with_ends(drawn_mean(saved))] if len(saved) else []
 
 
 def _below_even_share(section: Section, rows: Any) -> list[Value]:
-    """The share of prompt tokens whose mean importance over the layers is below 1/n: the mean over the traced prompts;
-    that of each one if they are too few for an interval."""
-    traces = [read_trace(file) for run in section.results.runs if run.model == section.model for file in run.traces]
-    prompts = {(trace.dataset, trace.id): np.array(trace.importance).mean(axis=0) for trace in traces}
+    """The share of prompt tokens whose mean importance over the layers is below 1/n: the mean over
+    the traced prompts; that of each one if they are too few for an interval."""
+    traces = [
+        read_trace(file)
+        for run in section.results.runs
+        if run.model == section.model
+        for file in run.traces
+    ]
+    prompts = {
+        (trace.dataset, trace.id): np.array(trace.importance).mean(axis=0) for trace in traces
+    }
     shares = np.array([100 * (scores < 1 / len(scores)).mean() for scores in prompts.values()])
     if len(shares) < FEWEST:
         return [(share, share, share) for share in shares.tolist()]
@@ -335,7 +402,9 @@ def _is_number(text: str) -> bool:
 
 
 def sections(groups: Sequence[Results]) -> dict[tuple[str, str], list[Section]]:
-    """{(model, suite): its sections} of the runs of LazyLLM. groups: of runs that share no table."""
+    """{(model, suite): its sections} of the runs of LazyLLM. groups: of runs that share no
+    table.
+    """
     found = dict[tuple[str, str], list[Section]]()
     for results in groups:
         frame: Any = as_published(results.frame)

@@ -1,4 +1,6 @@
-"""Shared by tables and figures: methods' names, order of settings, columns that show values, ranges of lengths."""
+"""Shared by tables and figures: methods' names, order of settings, columns that show values,
+ranges of lengths.
+"""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +25,9 @@ PROMPT_ENDS = (512, 1024, 2048, 4096, 8192)  # upper ends of the ranges of promp
 def in_order(frame: Any) -> Any:
     """Settings sorted by model, suite, method and label, the method's plain one first."""
     order = sorted(frame["method"].unique(), key=place_of).index
-    ordered = frame.assign(order=frame["method"].map(order), is_named=frame["label"] != frame["method"])
+    ordered = frame.assign(
+        order=frame["method"].map(order), is_named=frame["label"] != frame["method"]
+    )
     ordered = ordered.sort_values([*SECTION, "order", "is_named", "label"], kind="stable")
     return ordered.drop(columns=["order", "is_named"])
 
@@ -35,7 +39,9 @@ def overall(results: Results) -> Any:
 
 
 def rows_by(rows: Any, key: str, among: Any) -> list[dict[str, Any]]:
-    """`summarise` each setting on each suite and value of column `key`, as they appear. among: as of `summarise`."""
+    """`summarise` each setting on each suite and value of column `key`, as they appear. among:
+    as of `summarise`.
+    """
     keys = [*SETTING, key]
     return [
         dict(zip(keys, values, strict=True)) | row
@@ -52,7 +58,9 @@ def with_sums(rows: Any, *names: str) -> Any:
 
 
 def with_ends(drawn: np.ndarray) -> tuple[float, float, float]:
-    """A value and both ends of its 95 % interval. drawn: the value, then those of the resamples (`drawn_means`)."""
+    """A value and both ends of its 95 % interval. drawn: the value, then those of the resamples
+    (`drawn_means`).
+    """
     low, high = np.percentile(drawn[1:], [2.5, 97.5])
     return float(drawn[0]), float(low), float(high)
 
@@ -60,12 +68,17 @@ def with_ends(drawn: np.ndarray) -> tuple[float, float, float]:
 def range_names(ends: Sequence[int] = PROMPT_ENDS) -> list[str]:
     """`1-512`, `513-1024`, ..., `8193+`."""
     starts = [1, *(end + 1 for end in ends)]
-    return [*(f"{start}-{end}" for start, end in zip(starts[:-1], ends, strict=True)), f"{starts[-1]}+"]
+    return [
+        *(f"{start}-{end}" for start, end in zip(starts[:-1], ends, strict=True)),
+        f"{starts[-1]}+",
+    ]
 
 
 def range_of(lengths: Any, ends: Sequence[int] = PROMPT_ENDS) -> np.ndarray:
     """The name of each length's range."""
-    return np.array(range_names(ends), dtype=object)[np.searchsorted(ends, lengths.to_numpy(dtype=float), side="left")]
+    return np.array(range_names(ends), dtype=object)[
+        np.searchsorted(ends, lengths.to_numpy(dtype=float), side="left")
+    ]
 
 
 def ranges_in(names: Any, ends: Sequence[int] = PROMPT_ENDS) -> list[str]:
@@ -74,7 +87,9 @@ def ranges_in(names: Any, ends: Sequence[int] = PROMPT_ENDS) -> list[str]:
 
 
 def targets_of(rows: Any) -> Any:
-    """The speedups that these rows' settings were solved for; NaN without one, and for the paper's (`table1`)."""
+    """The speedups that these rows' settings were solved for; NaN without one, and for the
+    paper's (`table1`).
+    """
     return pd.to_numeric(rows["speedup"], errors="coerce")
 
 
@@ -88,11 +103,17 @@ def single_layer(settings: str) -> tuple[int, float] | None:
 
 
 def unsolved_methods(rows: Any) -> str:
-    """`ASL and UniPrefill`: the methods of these settings that no speedup gives, if one gives others; else ""."""
+    """`ASL and UniPrefill`: the methods of these settings that no speedup gives, if one gives
+    others; else "".
+    """
     if targets_of(rows).isna().all():
         return ""
     kinds = [kind_of(name) for name in sorted(rows["method"].unique(), key=place_of)]
-    names = [kind.label for kind in kinds if kind is not None and kind.adaptive and kind.target_parameter is None]
+    names = [
+        kind.label
+        for kind in kinds
+        if kind is not None and kind.adaptive and kind.target_parameter is None
+    ]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
@@ -100,8 +121,8 @@ def unsolved(rows: Any) -> str:
     """A sentence about `unsolved_methods`; "" if there are none."""
     names = unsolved_methods(rows)
     return names and (
-        f"No speedup gives the settings of {names}: the number of computed tokens depends on the prompt, so the speed "
-        "is measured, not set."
+        f"No speedup gives the settings of {names}: the number of computed tokens depends on the "
+        "prompt, so the speed is measured, not set."
     )
 
 

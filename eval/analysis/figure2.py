@@ -19,16 +19,23 @@ _FAINTEST = 0.01  # as a share of 1/n: scores below it have the darkest colour
 
 
 def importance_frame(trace: Trace) -> pd.DataFrame:
-    """part "map": s[l, i] (Eq. 1) by layer and column; a column is the maximum over `width` neighbouring tokens, from
-    token i on. part "mean": each token's mean over the layers. Positions count from 0.
+    """part "map": s[l, i] (Eq. 1) by layer and column; a column is the maximum over `width`
+    neighbouring tokens, from token i on. part "mean": each token's mean over the layers. Positions
+    count from 0.
     """
     scores = np.array(trace.importance)
     n = scores.shape[1]
     width = -(-n // COLUMNS)
     starts = np.arange(0, n, width)
-    columns = np.maximum.reduceat(scores, starts, axis=1)  # a mean would hide peaks, which are one token wide
+    # a mean would hide peaks, which are one token wide
+    columns = np.maximum.reduceat(scores, starts, axis=1)
     layer, column = np.indices(columns.shape).reshape(2, -1)
-    of_map = {"part": "map", "layer": layer + 1, "position": starts[column], "importance": columns.ravel()}
+    of_map = {
+        "part": "map",
+        "layer": layer + 1,
+        "position": starts[column],
+        "importance": columns.ravel(),
+    }
     of_mean = {"part": "mean", "position": np.arange(n), "importance": scores.mean(axis=0)}
     frame: Any = pd.concat([pd.DataFrame(of_map), pd.DataFrame(of_mean)], ignore_index=True)
     frame["layer"] = frame["layer"].astype("Int64")
@@ -47,12 +54,13 @@ def data(results: Results) -> pd.DataFrame:
     data,
     title="Most prompt tokens matter little to the next one (the paper's Figure 2)",
     caption=(
-        "Importance (Eq. 1) of every token of one prompt, without pruning: by layer on the left, as a mean over the "
-        "layers on the right."
+        "Importance (Eq. 1) of every token of one prompt, without pruning: by layer on the left, "
+        "as a mean over the layers on the right."
     ),
     notes=(
-        "Colours have a log scale; scores below 1 % of an equal share (1/n) have the darkest one. If there are more "
-        "tokens than columns, a column shows the largest score of its tokens. Inset: the first tokens."
+        "Colours have a log scale; scores below 1 % of an equal share (1/n) have the darkest one. "
+        "If there are more tokens than columns, a column shows the largest score of its tokens. "
+        "Inset: the first tokens."
     ),
     command="python run.py experiment=figure2 model=llama2 dataset=hotpotqa",
 )
@@ -69,10 +77,15 @@ def plot(frame: Any) -> MplFigure:
 
 
 def _draw_map(figure: MplFigure, axes: Any, frame: Any) -> None:
-    cells = frame[frame["part"] == "map"].pivot(index="layer", columns="position", values="importance").to_numpy()
+    cells = (
+        frame[frame["part"] == "map"]
+        .pivot(index="layer", columns="position", values="importance")
+        .to_numpy()
+    )
     model, dataset, n, width = frame[["model", "dataset", "prompt_tokens", "width"]].iloc[0]
     picture = axes.imshow(
-        cells, aspect="auto", interpolation="none", cmap="viridis", extent=(0.5, n + 0.5, len(cells) + 0.5, 0.5),
+        cells, aspect="auto", interpolation="none", cmap="viridis",
+        extent=(0.5, n + 0.5, len(cells) + 0.5, 0.5),
         norm=LogNorm(_FAINTEST / n, cells.max(), clip=True),
     )  # fmt: skip
     columns = f" (each column: the largest of {width} neighbours)" if width > 1 else ""
@@ -82,7 +95,15 @@ def _draw_map(figure: MplFigure, axes: Any, frame: Any) -> None:
     bar = figure.colorbar(picture, ax=axes, extend="min", pad=0.015, aspect=28)
     bar.set_label("last token's attention, mean over heads", fontsize=8.5)
     bar.ax.axhline(1 / n, color="white", linewidth=1.2)
-    bar.ax.text(-0.2, 1 / n, "1/n", transform=bar.ax.get_yaxis_transform(), ha="right", va="center", fontsize=7)
+    bar.ax.text(
+        -0.2,
+        1 / n,
+        "1/n",
+        transform=bar.ax.get_yaxis_transform(),
+        ha="right",
+        va="center",
+        fontsize=7,
+    )
 
 
 def _draw_means(axes: Any, frame: Any) -> None:
@@ -90,7 +111,13 @@ def _draw_means(axes: Any, frame: Any) -> None:
     n = len(scores)
     inset = axes.inset_axes((0.3, 0.4, 0.6, 0.45))
     for place, shown in ((axes, n), (inset, min(n, FIRST))):
-        place.vlines(np.arange(1, shown + 1), 0, scores[:shown], color=COLOURS[0], linewidth=max(0.8, 40 / shown))
+        place.vlines(
+            np.arange(1, shown + 1),
+            0,
+            scores[:shown],
+            color=COLOURS[0],
+            linewidth=max(0.8, 40 / shown),
+        )
         place.axhline(1 / n, **REFERENCE)
         place.set(xlim=(0, shown + 1), ylim=(0, 1.05 * scores[:shown].max()))
     inset.set_title(f"first {min(n, FIRST)} tokens", fontsize=8)

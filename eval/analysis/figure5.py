@@ -23,17 +23,21 @@ _CLAIM: Any = {"linestyle": "none", "color": "black", "marker": "+", "markersize
 
 
 def data(results: Results) -> pd.DataFrame:
-    """model, suite, task ("all": their mean), source, paper_model, method, label, settings, seeds, examples, on_curve;
-    relative_score (100 * score / the baseline's), ttft_speedup, kl, answer_kl and gold_kl, with `_low` and `_high`.
+    """model, suite, task ("all": their mean), source, paper_model, method, label, settings, seeds,
+    examples, on_curve; relative_score (100 * score / the baseline's), ttft_speedup, kl, answer_kl
+    and gold_kl, with `_low` and `_high`.
 
-    source: "measured"; "paper, Table 1" for the paper's scores and speedups of the model `paper_model` (the model
-        itself, or Llama 2 if it is not in the paper); "paper, text" for its two claims.
-    on_curve: whether a speedup such as `2.0x` gives the setting; for a method without such settings, whether no other
-        setting beats it in both score and speedup.
+    source: "measured"; "paper, Table 1" for the paper's scores and speedups of the model
+        `paper_model` (the model itself, or Llama 2 if it is not in the paper); "paper, text" for
+        its two claims.
+    on_curve: whether a speedup such as `2.0x` gives the setting; for a method without such
+        settings, whether no other setting beats it in both score and speedup.
     """
     table: Any = style.as_published(results.by_task)
     table = table[(table["level"] != "dataset") & (table["method"] != BASELINE)]
-    table = table[table["ttft_speedup"].notna() & table[[*KLS, "relative_score"]].notna().any(axis=1)]
+    table = table[
+        table["ttft_speedup"].notna() & table[[*KLS, "relative_score"]].notna().any(axis=1)
+    ]
     table = style.of_all_tasks(table).assign(source=MEASURED)
     if table.empty:
         return pd.DataFrame()
@@ -44,20 +48,44 @@ def data(results: Results) -> pd.DataFrame:
     parts = []
     for (model, suite), panel in table.groupby(SECTION, sort=False):
         own = panel["paper_model"].iloc[0]
-        points = paper_points(own if isinstance(own, str) else PAPER_MODELS[0], sorted(set(panel["task"])))
+        points = paper_points(
+            own if isinstance(own, str) else PAPER_MODELS[0], sorted(set(panel["task"]))
+        )
         parts += [panel, points.assign(model=model, suite=suite)]
-    columns = [*SECTION, "task", "source", "paper_model", "method", "label", "settings", "seeds", "examples"]
-    return pd.concat(parts, ignore_index=True).reindex(columns=[*columns, "on_curve", *forms(*_POINTS, *KLS)])
+    columns = [
+        *SECTION,
+        "task",
+        "source",
+        "paper_model",
+        "method",
+        "label",
+        "settings",
+        "seeds",
+        "examples",
+    ]
+    return pd.concat(parts, ignore_index=True).reindex(
+        columns=[*columns, "on_curve", *forms(*_POINTS, *KLS)]
+    )
 
 
 def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
-    """The paper's points in the given tasks. "all" has the means of its scores and of its speedups over the tasks.
+    """The paper's points in the given tasks. "all" has the means of its scores and of its speedups
+    over the tasks.
 
     paper_model: llama2 or xgen. The claims in the paper's text are for Llama 2.
     """
     table: Any = pd.Series(paper_values())
-    table = table[paper_model].unstack(sort=False)[["score", "ttft_speedup"]].reset_index(names=["task", "method"])
-    means: Any = table.groupby("method", sort=False)[["score", "ttft_speedup"]].mean().reset_index().assign(task="all")
+    table = (
+        table[paper_model]
+        .unstack(sort=False)[["score", "ttft_speedup"]]
+        .reset_index(names=["task", "method"])
+    )
+    means: Any = (
+        table.groupby("method", sort=False)[["score", "ttft_speedup"]]
+        .mean()
+        .reset_index()
+        .assign(task="all")
+    )
     table = pd.concat([table, means], ignore_index=True)
     baseline = table[table["method"] == BASELINE].set_index("task")["score"]
     table["relative_score"] = 100 * table["score"] / table["task"].map(baseline)
@@ -80,23 +108,24 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
     data,
     title="Score against TTFT speedup, task by task (the paper's Figure 5)",
     caption=(
-        "Score of every setting, relative to the baseline's, against its TTFT speedup; below, the KL divergence from "
-        "the baseline: over its answer, if that was measured. Hollow: the paper's Table 1; crosses: the "
-        "claims in its text."
+        "Score of every setting, relative to the baseline's, against its TTFT speedup; below, the "
+        "KL divergence from the baseline: over its answer, if that was measured. Hollow: the "
+        "paper's Table 1; crosses: the claims in its text."
     ),
     notes=(
-        "Bars: 95 % bootstrap intervals over examples. Where some tasks have too few examples for an interval, their "
-        "scores are not drawn. Seeds of a setting are pooled; ablations of LazyLLM are left "
-        "out. A curve joins a method's settings that are given by an ideal speedup (1.5x, 2.0x, ...). If it has none, "
-        "the curve joins the settings that no other one of the method beats in both score and speedup, which flatters "
-        "methods with many settings. The paper's mean is that of its task means."
+        "Bars: 95 % bootstrap intervals over examples. Where some tasks have too few examples for "
+        "an interval, their scores are not drawn. Seeds of a setting are pooled; ablations of "
+        "LazyLLM are left out. A curve joins a method's settings that are given by an ideal "
+        "speedup (1.5x, 2.0x, ...). If it has none, the curve joins the settings that no other one "
+        "of the method beats in both score and speedup, which flatters methods with many settings. "
+        "The paper's mean is that of its task means."
     ),
     command="python run.py -m experiment=figure5 model=llama2,xgen",
 )
 @style.styled
 def plot(frame: Any) -> MplFigure:
-    """For each model and suite a panel for each task, their mean if there are several, and the legend; the same of the
-    first KL that was measured."""
+    """For each model and suite a panel for each task, their mean if there are several, and the
+    legend; the same of the first KL that was measured."""
     figure, sections = style.sections_of(
         frame,
         "Score and KL against TTFT speedup",
@@ -130,12 +159,18 @@ def plot(frame: Any) -> MplFigure:
 
 def _measured(rows: Any) -> dict[str, str]:
     """{each value that was measured and is drawn in panels of its own: its axis label}."""
-    scores = {"relative_score": "score, % of the baseline's"} if rows["relative_score"].notna().any() else {}
+    scores = (
+        {"relative_score": "score, % of the baseline's"}
+        if rows["relative_score"].notna().any()
+        else {}
+    )
     return scores | dict(list(style.kls_in(rows).items())[:1])
 
 
 def _told(rows: Any, value: str) -> Any:
-    """The rows of the panels that tell something: of scores those with intervals, if any panel has them."""
+    """The rows of the panels that tell something: of scores those with intervals, if any panel
+    has them.
+    """
     measured = rows[rows["source"] == MEASURED]
     has_interval = measured[f"{value}_low"].notna()
     if value in KLS or not has_interval.any():
@@ -145,8 +180,11 @@ def _told(rows: Any, value: str) -> Any:
 
 def _undominated(settings: Any) -> np.ndarray:
     """[settings] bool: whether no setting that is at least as fast has a better score."""
-    scores = settings.sort_values(["ttft_speedup", "relative_score"], ascending=False)["relative_score"]
-    is_beaten = scores.le(scores.cummax().shift(fill_value=-np.inf))  # a share of nothing (NaN) is not
+    scores = settings.sort_values(["ttft_speedup", "relative_score"], ascending=False)[
+        "relative_score"
+    ]
+    # a share of nothing (NaN) is not
+    is_beaten = scores.le(scores.cummax().shift(fill_value=-np.inf))
     return ~is_beaten.reindex(settings.index).to_numpy()
 
 
@@ -175,8 +213,12 @@ def _write_legend(part: Any, rows: Any, styles: dict[str, Any]) -> None:
     handles = [Line2D([], [], **look) for name, look in styles.items() if name in measured]
     if len(published):
         name = MODEL_NAMES[published["paper_model"].iloc[0]]
-        whose = f"the paper's, {name}" if _is_own(rows) else f"the paper's (of {name},\non LongBench)"
-        handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", color=style.GREY, **_HOLLOW))
+        whose = (
+            f"the paper's, {name}" if _is_own(rows) else f"the paper's (of {name},\non LongBench)"
+        )
+        handles.append(
+            Line2D([], [], label=f"hollow: {whose}", marker="o", color=style.GREY, **_HOLLOW)
+        )
     handles += [
         Line2D([], [], **look | _HOLLOW | {"label": f"{look['label']} (the paper's only)"})
         for name, look in styles.items()

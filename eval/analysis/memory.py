@@ -1,4 +1,6 @@
-"""Memory: what a setting stores at the end of an answer and step by step, and how good it is for its bytes."""
+"""Memory: what a setting stores at the end of an answer and step by step, and how good it is for
+its bytes.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +42,8 @@ NEAR = 0.05  # of the baseline's bytes: settings that differ by more are not at 
 END, PREFILL = "end", "prefill"
 _STEP_ENDS = (1, 4, 16, 64, 256)  # upper ends of the ranges of decoding steps
 _RANGES = [PREFILL, "1", *range_names(_STEP_ENDS)[1:]]
-_GOOD = {"score": 1, "gold_log_likelihood": 1} | dict.fromkeys(KLS, -1)  # the sign of what is better
+# the sign of what is better
+_GOOD = {"score": 1, "gold_log_likelihood": 1} | dict.fromkeys(KLS, -1)
 # {a lead: the value that it is of}; that in nats is of the first KL that was measured
 _LEADS = {"lead_kl": "", "lead_log_likelihood": "gold_log_likelihood", "lead_score": "score"}
 _BYTES = (
@@ -73,48 +76,69 @@ _COLUMNS = (MODEL, LABEL, Column("steps", "decoding steps"), EXAMPLES, *_BYTES, 
     160,
     title="Memory: at the end of an answer, by step, and at equal bytes",
     caption=(
-        "End: what a setting stores at the end of an answer, its peak, and how good it is, as means over tasks; by "
-        "bytes. The other rows: the prompt's tokens whose hidden state waits in the Aux Cache after the prefill and in "
-        "decoding, and its bytes over those of the baseline's KV cache after as many steps."
+        "End: what a setting stores at the end of an answer, its peak, and how good it is, as "
+        "means over tasks; by bytes. The other rows: the prompt's tokens whose hidden state waits "
+        "in the Aux Cache after the prefill and in decoding, and its bytes over those of the "
+        "baseline's KV cache after as many steps."
     ),
     notes=(
-        "MB = 10^6 bytes. KV cache: of stored tokens. Aux Cache: of tokens that may be revived. Room for more tokens "
-        "is in the peak alone. Peak: weights included; on a GPU the allocated memory, on a CPU the process's resident "
-        "memory, with Python and its libraries. Ratios are to the baseline on the same examples.\n\n"
-        "By step: means over the steps of all answers that reach them (n), not over tasks; bytes are summed. Revived a "
-        "step: in the layers that revive most. A step that revives would run its revived tokens through the earlier "
-        "layers once more without the Aux Cache.\n\n"
-        f"LazyLLM at these bytes: its setting of the nearest bytes, within {NEAR:g} of the baseline's, of the settings "
-        "given by a speedup if there are any. Its lead: how much better it is, on the same examples, in the KL of the "
-        "answer, else of the gold answer, else of the first token; its interval is paired. The baseline and ablations "
-        "have none. The Aux Cache grows with the answer: a longer one moves LazyLLM down."
+        "MB = 10^6 bytes. KV cache: of stored tokens. Aux Cache: of tokens that may be revived. "
+        "Room for more tokens is in the peak alone. Peak: weights included; on a GPU the "
+        "allocated memory, on a CPU the process's resident memory, with Python and its libraries. "
+        "Ratios are to the baseline on the same examples.\n\nBy step: means over the steps of all "
+        "answers that reach them (n), not over tasks; bytes are summed. Revived a step: in the "
+        "layers that revive most. A step that revives would run its revived tokens through the "
+        "earlier layers once more without the Aux Cache.\n\nLazyLLM at these bytes: its setting "
+        f"of the nearest bytes, within {NEAR:g} of the baseline's, of the settings given by a "
+        "speedup if there are any. Its lead: how much better it is, on the same examples, in the "
+        "KL of the answer, else of the gold answer, else of the first token; its interval is "
+        "paired. The baseline and ablations have none. The Aux Cache grows with the answer: a "
+        "longer one moves LazyLLM down."
     ),
     command="python run.py -m experiment=figure5 model=smollm2 fidelity=answer",
 )
 def memory(results: Results) -> Rows:
-    """What every setting stores, with its quality and LazyLLM's lead at equal bytes; and LazyLLM's caches by step.
+    """What every setting stores, with its quality and LazyLLM's lead at equal bytes; and LazyLLM's
+    caches by step.
 
-    frame: a row for each setting, `steps` being "end", and for each range of decoding steps of a setting with an Aux
-    Cache, "prefill" first. examples: of a range of steps, the answers that reach it.
+    frame: a row for each setting, `steps` being "end", and for each range of decoding steps of a
+    setting with an Aux Cache, "prefill" first. examples: of a range of steps, the answers that
+    reach it.
     """
     ends = overall(results).sort_values([*SECTION, "cache_ratio"], kind="stable", ignore_index=True)
     ends = ends.join(_leads(ends, results)).assign(steps=END)
-    by_step = pd.DataFrame(_by_step(results), columns=[*SETTING, "steps", "examples", *(one.name for one in _STEPS)])
+    by_step = pd.DataFrame(
+        _by_step(results), columns=[*SETTING, "steps", "examples", *(one.name for one in _STEPS)]
+    )
     rows = pd.concat([part for part in (ends, by_step) if len(part)] or [ends])
     # the steps of a setting follow its end
-    place = pd.Series({key: number for number, key in enumerate(map(tuple, ends[SETTING].to_numpy().tolist()))})
+    place = pd.Series(
+        {key: number for number, key in enumerate(map(tuple, ends[SETTING].to_numpy().tolist()))}
+    )
     order = [place[tuple(key)] for key in rows[SETTING].to_numpy().tolist()]
     rows = rows.assign(order=order).sort_values("order", kind="stable", ignore_index=True)
     values = forms(*(one.name for one in _BYTES), "score", *KLS, "gold_log_likelihood")
-    names = [*SETTING, "steps", "examples", *values, *(one.name for one in _STEPS), "lazy", *forms(*_LEADS)]
+    names = [
+        *SETTING,
+        "steps",
+        "examples",
+        *values,
+        *(one.name for one in _STEPS),
+        "lazy",
+        *forms(*_LEADS),
+    ]
     table = rows.reindex(columns=names)
     return Rows(table, cells(table, measured(_COLUMNS, table), results), keys=3)
 
 
 def _by_step(results: Results) -> Iterator[dict[str, Any]]:
-    """A row for each range of decoding steps of each of LazyLLM's settings that has an Aux Cache."""
+    """A row for each range of decoding steps of each of LazyLLM's settings that has an Aux
+    Cache.
+    """
     frame: Any = results.counting
-    rows = frame[(frame["method"] == STUDIED) & frame.groupby(SETTING)["aux_bytes"].transform("max").gt(0)]
+    rows = frame[
+        (frame["method"] == STUDIED) & frame.groupby(SETTING)["aux_bytes"].transform("max").gt(0)
+    ]
     rows = rows.assign(reference=_bytes_of_a_token(match_baselines(rows, results.frame)))
     for setting, part in rows.groupby(SETTING, sort=False):
         steps = pd.DataFrame(_steps_of(results, part))
@@ -125,14 +149,18 @@ def _by_step(results: Results) -> Iterator[dict[str, Any]]:
 
 
 def _bytes_of_a_token(baselines: Any) -> Any:
-    """What the baseline stores for a token, from its rows: the last generated token is not stored."""
+    """What the baseline stores for a token, from its rows: the last generated token is not
+    stored.
+    """
     return baselines["kv_bytes"] / (baselines["prompt_tokens"] + baselines["generated_tokens"] - 1)
 
 
 def _steps_of(results: Results, rows: Any) -> Iterator[dict[str, Any]]:
     """A row for the prefill and for each decoding step of each of these answers of one setting."""
     answers = [(visit.prompt_tokens, answer) for visit, answer in results.answers(rows)]
-    state_bytes = next(answer.aux_bytes / _held(n, answer, -1) for n, answer in answers if answer.aux_bytes)
+    state_bytes = next(
+        answer.aux_bytes / _held(n, answer, -1) for n, answer in answers if answer.aux_bytes
+    )
     for number, ((n, answer), reference) in enumerate(zip(answers, rows["reference"], strict=True)):
         revived = np.diff(np.array(answer.computed), axis=0).max(axis=1)
         for step in range(len(answer.computed)):
@@ -148,7 +176,9 @@ def _steps_of(results: Results, rows: Any) -> Iterator[dict[str, Any]]:
 
 
 def _held(n: int, answer: Answer, step: int) -> int:
-    """The prompt's tokens that the last layers have not run after this step: each has one state in the Aux Cache."""
+    """The prompt's tokens that the last layers have not run after this step: each has one state
+    in the Aux Cache.
+    """
     return n - answer.computed[step][-1]
 
 
@@ -164,7 +194,9 @@ def _means(steps: Any) -> dict[str, Any]:
 
 
 def _leads(settings: Any, results: Results) -> pd.DataFrame:
-    """LazyLLM's leads, with the index of the settings that are neither the baseline nor ablations."""
+    """LazyLLM's leads, with the index of the settings that are neither the baseline nor
+    ablations.
+    """
     rivals: Any = as_published(settings).dropna(subset="cache_ratio")
     rivals = rivals[rivals["method"] != BASELINE]
     answers = results.counting
@@ -173,7 +205,9 @@ def _leads(settings: Any, results: Results) -> pd.DataFrame:
 
 
 def _lead(row: dict[Any, Any], settings: Any, answers: Any) -> dict[str, Any]:
-    """LazyLLM's setting of the nearest bytes, and how much better it is; empty for its own, or if none is near."""
+    """LazyLLM's setting of the nearest bytes, and how much better it is; empty for its own, or
+    if none is near.
+    """
     same: Any = settings[(settings[SECTION] == [row[name] for name in SECTION]).all(axis=1)]
     lazy = same[same["method"] == STUDIED]
     if row["method"] == STUDIED or lazy.empty:
@@ -186,16 +220,23 @@ def _lead(row: dict[Any, Any], settings: Any, answers: Any) -> dict[str, Any]:
     there = answers[(answers[SECTION] == [row[name] for name in SECTION]).all(axis=1)]
     pair = there[there["label"].isin([row["label"], nearest["label"]])]
     found: dict[str, Any] = {"lazy": nearest["label"].removeprefix(f"{STUDIED}, ")}
-    by = next((name for name in KLS if _lead_in(pair, name, row["label"], nearest["label"]) is not None), None)
+    by = next(
+        (name for name in KLS if _lead_in(pair, name, row["label"], nearest["label"]) is not None),
+        None,
+    )
     for lead, name in _LEADS.items():
         value = name or by
         drawn = None if value is None else _lead_in(pair, value, row["label"], nearest["label"])
-        found |= dict(zip(forms(lead), (np.nan,) * 3 if drawn is None else with_ends(drawn), strict=True))
+        found |= dict(
+            zip(forms(lead), (np.nan,) * 3 if drawn is None else with_ends(drawn), strict=True)
+        )
     return found
 
 
 def _lead_in(pair: Any, name: str, label: str, lazy: str) -> np.ndarray | None:
-    """LazyLLM's lead in a value, then those of the resamples; None if no example has the value of both."""
+    """LazyLLM's lead in a value, then those of the resamples; None if no example has the value
+    of both.
+    """
     values: Any = on_common_examples(pair, name)
     if not len(values) or {*values.columns} != {label, lazy}:
         return None

@@ -17,12 +17,18 @@ _AXES = ("length", "depth")
 
 
 def data(results: Results) -> pd.DataFrame:
-    """model, suite, method, settings, label, length, depth, examples, score (mean over rows with both groups)."""
+    """model, suite, method, settings, label, length, depth, examples, score (mean over rows with
+    both groups).
+    """
     frame: Any = results.counting
     facts = [dict(group.split("=", 1) for group in groups) for groups in frame["groups"]]
-    frame = frame.assign(**{axis: [fact.get(axis) for fact in facts] for axis in _AXES}).dropna(subset=list(_AXES))
+    frame = frame.assign(**{axis: [fact.get(axis) for fact in facts] for axis in _AXES}).dropna(
+        subset=list(_AXES)
+    )
     frame = in_order(frame.astype(dict.fromkeys(_AXES, int)))
-    means = frame.groupby([*SETTING, *_AXES], sort=False).agg(examples=("id", "nunique"), score=("score", "mean"))
+    means = frame.groupby([*SETTING, *_AXES], sort=False).agg(
+        examples=("id", "nunique"), score=("score", "mean")
+    )
     return means.reset_index()
 
 
@@ -32,7 +38,8 @@ def data(results: Results) -> pd.DataFrame:
     data,
     title="Needle in a haystack: score by length and depth",
     caption=(
-        "Each cell: mean score of the prompts of that length with the needle at that depth; 0 % is the beginning."
+        "Each cell: mean score of the prompts of that length with the needle at that depth; 0 % is "
+        "the beginning."
     ),
     command="python run.py dataset=needle",
 )
@@ -48,7 +55,12 @@ def plot(frame: Any) -> MplFigure:
     for place, ((model, _, method, _, label), rows) in zip(axes.flat, panels, strict=False):
         picture = _draw_map(place, rows.pivot(index="depth", columns="length", values="score"))
         place.set_title(
-            "\n".join([*wrap(model, 30), *wrap(shown_label(label, method), 30, max_lines=2, placeholder="…")])
+            "\n".join(
+                [
+                    *wrap(model, 30),
+                    *wrap(shown_label(label, method), 30, max_lines=2, placeholder="…"),
+                ]
+            )
         )
     for place in axes.flat[len(panels) :]:
         place.set_visible(False)
@@ -63,13 +75,17 @@ def plot(frame: Any) -> MplFigure:
 
 def _draw_map(axes: Any, values: Any) -> Any:
     shown = np.ma.masked_invalid(values.to_numpy(dtype=float))
-    picture = axes.pcolormesh(shown, cmap="cividis", edgecolors="white", vmin=0, vmax=100, linewidth=0.5)
+    picture = axes.pcolormesh(
+        shown, cmap="cividis", edgecolors="white", vmin=0, vmax=100, linewidth=0.5
+    )
     axes.set_xticks(np.arange(values.shape[1]) + 0.5, values.columns, rotation=45)
     axes.set_yticks(np.arange(values.shape[0]) + 0.5, values.index)
     axes.tick_params(length=0)
     axes.grid(False)
     axes.spines[:].set_visible(False)
     for row, column in zip(*np.nonzero(np.ma.getmaskarray(shown)), strict=True):
-        axes.text(column + 0.5, row + 0.5, "no run", ha="center", va="center", fontsize=7, color=GREY)
+        axes.text(
+            column + 0.5, row + 0.5, "no run", ha="center", va="center", fontsize=7, color=GREY
+        )
     axes.set_ylim(len(values), 0)
     return picture

@@ -1,7 +1,7 @@
 """Measured values beside the paper's: its Tables 1 and 2."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,13 @@ MODEL_NAMES: dict[str | None, str] = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
 PAPER_MODELS = ("llama2", "xgen")
 # Captions
 _SOLVED = (
-    "The baseline and arms with the preset table1: the paper does not publish its parameters; ours are solved for its "
-    "TTFT speedups."
+    "The baseline and arms with the preset table1: the paper does not publish its parameters; ours "
+    "are solved for its TTFT speedups."
 )
 AS_PRINTED = "Ours (the paper's); -: not run; n: examples; *: only a part of the task was run."
 _KEYS = [
-    "model", "suite", "paper_model", "task", "method", "settings", "label", "parameters", "status", "examples",
+    "model", "suite", "paper_model", "task", "method", "settings", "label", "parameters", "status",
+    "examples",
     "datasets", "seeds", "score_seed_std",
 ]  # fmt: skip
 # {value, a column of `by_task`: its name in the paper's CSV after `<model>_`}
@@ -78,10 +79,10 @@ def paper_values() -> dict[tuple[str, str, str, str], float]:
     title="Table 1: score and TTFT speedup beside the paper's",
     caption=_SOLVED,
     notes=(
-        "Scores 0 to 100, mean over seeds; their standard deviation is in the CSV. Prompt compression keeps half of "
-        "its context, as no share has the paper's speedup. Δ: measured minus paper, if every example of the task was "
-        "run (no scores of random weights). n: examples, with a note if only a part was run.{failures} -: the paper "
-        "has no such model."
+        "Scores 0 to 100, mean over seeds; their standard deviation is in the CSV. Prompt "
+        "compression keeps half of its context, as no share has the paper's speedup. Δ: measured "
+        "minus paper, if every example of the task was run (no scores of random weights). n: "
+        "examples, with a note if only a part was run.{failures} -: the paper has no such model."
     ),
     command="python run.py -m experiment=table1 model=llama2,xgen",
 )
@@ -95,39 +96,42 @@ def table1(results: Results) -> Rows:
     title="Table 2: prompt tokens computed and generation speedup of LazyLLM, beside the paper's",
     caption=_SOLVED,
     notes=(
-        "% tokens computed: by the end of generation. Generation speedup: to the last token of the shorter answer; "
-        "whole-answer speedup: to the last token of each. Δ: measured minus paper, if every example of the task was "
-        "run (no scores of random weights). n: examples, with a note if only a part was run.{failures} -: the paper "
-        "has no such model."
+        "% tokens computed: by the end of generation. Generation speedup: to the last token of the "
+        "shorter answer; whole-answer speedup: to the last token of each. Δ: measured minus paper, "
+        "if every example of the task was run (no scores of random weights). n: examples, with a "
+        "note if only a part was run.{failures} -: the paper has no such model."
     ),
     command="python run.py -m experiment=table2 model=llama2,xgen",
 )
 def table2(results: Results) -> Rows:
-    """Share of prompt tokens computed and generation speedup of LazyLLM by model and task, with the paper's."""
+    """Share of prompt tokens computed and generation speedup of LazyLLM by model and task, with
+    the paper's.
+    """
     return _with_published(results, _TABLE2)
 
 
-def _with_published(results: Results, values: Sequence[Column]) -> Rows:
+def _measured(results: Results, methods: Collection[str]) -> list[dict[str, Any]]:
+    """Collect the means over tasks of the methods, with their parameters and status."""
     parameters = {
         (run.model, arm.method, arm.settings, dataset): canonical_json(resolved)
         for run in results.runs
         for arm in run.arms.values()
         for dataset, resolved in (run.identity["arms"][arm.name].get("parameters") or {}).items()
     }
-    sizes = {name: size for run in results.runs for name, size in run.about.get("examples", {}).items()}
-    both = [value for value in values if value.name in _PAPER]
-    published: Any = pd.Series(paper_values()).unstack().rename_axis(["paper_model", "task", "method"])
-    published = published[[value.name for value in both]].dropna(how="all").add_prefix("paper_").reset_index()
+    sizes = {
+        name: size for run in results.runs for name, size in run.about.get("examples", {}).items()
+    }
     means: Any = results.by_task
     is_preset = means["speedup"] == PAPER_SPEEDUP
-    # the baseline stands beside the arms that were solved for the paper's speedups, or alone
+    # the baseline stands next to the arms that were solved for the paper's speedups, or alone
     has_preset = is_preset.groupby(means["model"]).transform("any")
     is_alone = means.groupby("model")["method"].transform("nunique") == 1
     is_shown = is_preset | ((means["label"] == BASELINE) & (has_preset | is_alone))
-    means = means[(means["level"] == "task") & means["method"].isin(published["method"]) & is_shown.astype(bool)]
+    is_asked = (means["level"] == "task") & means["method"].isin(methods)
     rows = []
-    for row in means.to_dict("records"):
-        names = [name for name, of in DATASETS.items() if (of.task, of.suite) == (row["task"], row["suite"])]
+    for row in means[is_asked & is_shown.astype(bool)].to_dict("records"):
+        task = (row["task"], row["suite"])
+        names = [name for name, of in DATASETS.items() if (of.task, of.suite) == task]
         if row["paper_model"] not in PAPER_MODELS or not SUITES[row["suite"]].in_paper:
             row["paper_model"] = None
         # a task has one target, so all its datasets have the same parameters
@@ -139,8 +143,25 @@ def _with_published(results: Results, values: Sequence[Column]) -> Rows:
         else:
             row["status"] = "measured" if row["examples"] >= examples else f"of {examples}"
         rows.append(row)
+    return rows
+
+
+def _with_published(results: Results, values: Sequence[Column]) -> Rows:
+    both = [value for value in values if value.name in _PAPER]
+    published: Any = (
+        pd.Series(paper_values()).unstack().rename_axis(["paper_model", "task", "method"])
+    )
+    published = (
+        published[[value.name for value in both]]
+        .dropna(how="all")
+        .add_prefix("paper_")
+        .reset_index()
+    )
+    rows = _measured(results, set(published["method"]))
     columns = [*_KEYS, *forms(*(value.name for value in values))]
-    frame: Any = pd.DataFrame(rows, columns=columns).merge(published, "left", ["paper_model", "task", "method"])
+    frame: Any = pd.DataFrame(rows, columns=columns).merge(
+        published, "left", ["paper_model", "task", "method"]
+    )
     has_no_score = frame["model"].isin(random_models(results))
     for value in both:
         is_whole = frame["status"].eq("measured") & ~(has_no_score & (value.name == "score"))
@@ -169,23 +190,35 @@ def _cells(frame: pd.DataFrame, values: Sequence[Column], results: Results) -> p
     sizes = zip(frame["examples"], frame["status"], strict=True)
     shown = frame.assign(
         method=frame["label"].where(counts > 1, frame["method"]),
-        n=[str(number) if status == "measured" else f"{number} ({status})" for number, status in sizes],
+        n=[
+            str(number) if status == "measured" else f"{number} ({status})"
+            for number, status in sizes
+        ],
     )
-    columns = [MODEL, Column("task", "task"), Column("method", "method"), Column("n", "n", sorted_by="examples")]
+    columns = [
+        MODEL,
+        Column("task", "task"),
+        Column("method", "method"),
+        Column("n", "n", sorted_by="examples"),
+    ]
     for value in measured(values, frame):
         columns.append(value)
         if value.name in _PAPER:
             columns.append(Column(f"paper_{value.name}", f"{value.heading}, paper", value.digits))
-            columns.append(Column(f"{value.name}_difference", f"{value.heading}, Δ", value.digits, sign="+"))
+            columns.append(
+                Column(f"{value.name}_difference", f"{value.heading}, Δ", value.digits, sign="+")
+            )
     return cells(shown, columns, results)
 
 
 TASK_NAMES = {
-    "single_doc_qa": "Single-Document QA", "multi_doc_qa": "Multi-Document QA", "summarization": "Summarization",
+    "single_doc_qa": "Single-Document QA", "multi_doc_qa": "Multi-Document QA",
+    "summarization": "Summarization",
     "few_shot": "Few-shot Learning", "synthetic": "Synthetic", "code": "Code Completion",
 }  # fmt: skip
 _METHOD_NAMES = {
-    "baseline": "Baseline", "random_drop": "Random Token Drop", "static_pruning": "Static Token Pruning",
+    "baseline": "Baseline", "random_drop": "Random Token Drop",
+    "static_pruning": "Static Token Pruning",
     "prompt_compression": "Prompt Compression", "lazy": "LazyLLM",
 }  # fmt: skip
 
@@ -195,8 +228,8 @@ _METHOD_NAMES = {
     title="Table 1 as the paper prints it",
     caption=AS_PRINTED,
     notes=(
-        "Means over seeds. Our parameters are solved for the paper's TTFT speedups, as it does not publish its own: "
-        "scores compare. Table 1 of all runs has intervals and differences."
+        "Means over seeds. Our parameters are solved for the paper's TTFT speedups, as it does not "
+        "publish its own: scores compare. Table 1 of all runs has intervals and differences."
     ),
     command="python run.py -m experiment=table1 model=llama2,xgen",
 )
@@ -210,8 +243,8 @@ def table1_paper(results: Results) -> Rows:
     title="Table 2 as the paper prints it",
     caption=AS_PRINTED,
     notes=(
-        "Means over seeds. Parameters are those of Table 1, solved for its TTFT speedups. Table 2 of all runs has "
-        "intervals and differences."
+        "Means over seeds. Parameters are those of Table 1, solved for its TTFT speedups. Table 2 "
+        "of all runs has intervals and differences."
     ),
     command="python run.py -m experiment=table2 model=llama2,xgen",
 )
@@ -221,12 +254,16 @@ def table2_paper(results: Results) -> Rows:
 
 
 def _as_printed(table: Table, values: Sequence[Column], results: Results) -> Rows:
-    """The paper's two models side by side, ours before its numbers, then each other model that was run."""
+    """The paper's two models side by side, ours before its numbers, then each other model that
+    was run.
+    """
     key = ["task", "method"]
     ablations = table.frame["settings"].map(json.loads).map(is_ablation)
     ran: Any = table.frame[~ablations.astype(bool)]
     first = PAPER_MODELS[0], values[0].name  # each value has the same lines
-    places = [(task, method) for model, task, method, value in paper_values() if (model, value) == first]
+    places = [
+        (task, method) for model, task, method, value in paper_values() if (model, value) == first
+    ]
     if ran[ran["method"] != BASELINE].empty:  # the paper's numbers alone are no table of these runs
         places = []
     lines: Any = pd.DataFrame(places, columns=key)
@@ -243,18 +280,26 @@ def _as_printed(table: Table, values: Sequence[Column], results: Results) -> Row
         rows = lines[key].merge(ours.drop_duplicates(key), "left", key).to_dict("records")
         if len(ours):
             lines[f"{name}: n"] = [row["examples"] for row in rows]
-            texts[f"{name}: n"] = ["-" if pd.isna(row["examples"]) else f"{row['examples']:.0f}" for row in rows]
+            texts[f"{name}: n"] = [
+                "-" if pd.isna(row["examples"]) else f"{row['examples']:.0f}" for row in rows
+            ]
         for value in values:
-            paper = [paper_values().get((column, row["task"], row["method"], value.name)) for row in rows]
+            paper = [
+                paper_values().get((column, row["task"], row["method"], value.name)) for row in rows
+            ]
             lines[f"{name}: {value.name}"] = [row[value.name] for row in rows]
             if column:
                 lines[f"{name}: paper_{value.name}"] = paper
-            texts[f"{name}: {value.heading}"] = [_both(*pair, value) for pair in zip(rows, paper, strict=True)]
+            texts[f"{name}: {value.heading}"] = [
+                _both(*pair, value) for pair in zip(rows, paper, strict=True)
+            ]
     return Rows(lines, pd.DataFrame(texts), keys)
 
 
 def _both(row: Mapping[Any, Any], paper: float | None, value: Column) -> Cell:
-    """`25.30 (25.59)`, with `-` for a value that was not measured. paper: None if the paper has no such model."""
+    """`25.30 (25.59)`, with `-` for a value that was not measured. paper: None if the paper has
+    no such model.
+    """
     is_missing = pd.isna(row[value.name])
     ours = "-" if is_missing else f"{row[value.name]:.{value.digits}f}"
     ours += "" if is_missing or row["status"] == "measured" else "*"

@@ -1,4 +1,6 @@
-"""Methods side by side: ranked by KL at equal ideal speedups; and the FLOPs at which they keep the score."""
+"""Methods side by side: ranked by KL at equal ideal speedups; and the FLOPs at which they keep
+the score.
+"""
 
 import re
 from typing import Any
@@ -8,12 +10,25 @@ import pandas as pd
 
 from eval.analysis import columns
 from eval.analysis.columns import BASELINE, KLS, SECTION, in_order, range_of, ranges_in, with_ends
-from eval.analysis.table import EXAMPLES, FIDELITY, KL, MODEL, Column, Rows, as_table, cells, forms, measured
+from eval.analysis.table import (
+    EXAMPLES,
+    FIDELITY,
+    KL,
+    MODEL,
+    Column,
+    Rows,
+    as_table,
+    cells,
+    forms,
+    measured,
+)
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 from eval.store.summary import drawn_means, match_baselines, on_common_examples
 
-LEAST = 0.9  # share of its target speedup that a setting must reach (by computed FLOPs) to be ranked
+LEAST = (
+    0.9  # share of its target speedup that a setting must reach (by computed FLOPs) to be ranked
+)
 # {value: digits shown}: ranked by the first that all methods of a speedup have
 _KLS = dict.fromkeys(KLS, 5)
 _VALUES = _KLS | {"score": 2}
@@ -40,15 +55,18 @@ _COLUMNS = (
         "ranked first, on the same examples, with both ends of their paired 95 % interval."
     ),
     notes=(
-        "The KL of the answer ranks, else that of the gold answer, else that of the first token. Means over tasks, on "
-        "the examples that all methods of that speedup have; seeds are pooled.{unranked}"
+        "The KL of the answer ranks, else that of the gold answer, else that of the first token. "
+        "Means over tasks, on the examples that all methods of that speedup have; seeds are "
+        "pooled.{unranked}"
     ),
     command="python run.py -m experiment=figure5 model=tiny",
 )
 def ranking(results: Results) -> Rows:
-    """KL and score of all methods by ideal speedup, with each method's difference to the first on the same examples.
+    """KL and score of all methods by ideal speedup, with each method's difference to the first on
+    the same examples.
 
-    Settings whose prefills did not reach the speedup, or that no speedup gives, are not ranked: the caption names them.
+    Settings whose prefills did not reach the speedup, or that no speedup gives, are not ranked: the
+        caption names them.
     """
     frame: Any = results.counting
     frame = frame.assign(target=columns.targets_of(frame))
@@ -66,7 +84,9 @@ def ranking(results: Results) -> Rows:
     table = pd.DataFrame(rows, columns=names)
     shown = table.assign(
         speedup=[f"{target:g}x" for target in table["target"]],
-        setting=[re.sub(r"\w+=[\d.]+x(, )?", "", label).removesuffix(", ") for label in table["label"]],
+        setting=[
+            re.sub(r"\w+=[\d.]+x(, )?", "", label).removesuffix(", ") for label in table["label"]
+        ],
         score_shown=[_difference(row, "score") for row in rows],
         kl_shown=[_difference(row, row["ranked_by"]) for row in rows],
         kl_shown_difference=[row[f"{row['ranked_by']}_difference"] for row in rows],
@@ -74,7 +94,12 @@ def ranking(results: Results) -> Rows:
     )
     others += [f"{unsolved}, whose speed is measured, not set"] if unsolved else []
     unranked = f" Not ranked: {'; '.join(others)}." if others else ""
-    return Rows(table, cells(shown, measured(_COLUMNS, shown), results), keys=4, values={"unranked": unranked})
+    return Rows(
+        table,
+        cells(shown, measured(_COLUMNS, shown), results),
+        keys=4,
+        values={"unranked": unranked},
+    )
 
 
 def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
@@ -83,17 +108,25 @@ def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
     frame: Any = results.by_task
     for row in frame[frame["level"] == "all"].to_dict("records"):
         target, ideal = row["speedup"], row["ideal_ttft_speedup"]
-        if isinstance(target, float | int) and ideal < LEAST * target:  # answers without it give NaN
+        if (
+            isinstance(target, float | int) and ideal < LEAST * target
+        ):  # answers without it give NaN
             key = row["model"], row["suite"], row["label"]
             reasons[key] = f"{row['label']}, whose prefills had an ideal speedup of {ideal:.2f}"
     return reasons
 
 
 def _ranked(group: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of one speedup, the smallest KL first: of several KLs, the first that all settings have."""
+    """The rows of one speedup, the smallest KL first: of several KLs, the first that all
+    settings have.
+    """
     names = group.drop_duplicates("label").set_index("label")["method"]
     values = {name: on_common_examples(group, name) for name in _VALUES}
-    values = {name: value for name, value in values.items() if set(value.columns) == set(names.index) and len(value)}
+    values = {
+        name: value
+        for name, value in values.items()
+        if set(value.columns) == set(names.index) and len(value)
+    }
     if not (by := [name for name in _KLS if name in values]):
         return []
     drawn = {name: drawn_means(value) for name, value in values.items()}
@@ -101,7 +134,13 @@ def _ranked(group: pd.DataFrame) -> list[dict[str, Any]]:
     rows = []
     for rank, number in enumerate(order, start=1):
         label = values[by[0]].columns[number]
-        row = {"rank": rank, "ranked_by": by[0], "method": names[label], "label": label, "examples": len(values[by[0]])}
+        row = {
+            "rank": rank,
+            "ranked_by": by[0],
+            "method": names[label],
+            "label": label,
+            "examples": len(values[by[0]]),
+        }
         for name, means in drawn.items():
             row |= dict(zip(forms(name), with_ends(means[:, number]), strict=True))
             difference = with_ends(means[:, number] - means[:, order[0]])
@@ -111,7 +150,9 @@ def _ranked(group: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _difference(row: dict[str, Any], name: str) -> str:
-    """Both ends of the interval, as the ends of a difference may differ in sign; `-` of rank 1 and without scores."""
+    """Both ends of the interval, as the ends of a difference may differ in sign; `-` of rank 1
+    and without scores.
+    """
     if row["rank"] == 1 or f"{name}_difference" not in row:
         return "-"
     mean, low, high = (f"{row[form]:+.{_VALUES[name]}f}" for form in forms(f"{name}_difference"))
@@ -127,18 +168,20 @@ _SHARES = ("keep", "keep_low", "keep_high")
     210,
     title="FLOPs needed for {kept:g} % of the baseline's score",
     caption=(
-        "The least share of an unpruned prefill's FLOPs, in %, at which the score stays within {within:g} % of the "
-        "baseline's, by prompt tokens. 100: no setting stays that near."
+        "The least share of an unpruned prefill's FLOPs, in %, at which the score stays within "
+        "{within:g} % of the baseline's, by prompt tokens. 100: no setting stays that near."
     ),
     notes=(
-        "Scoring is included. The minimum over all settings of the method that were run (the CSV names the best one; "
-        "more settings can only lower it), on the examples that all settings have. -: no prompt of this length, or a "
-        "baseline that scores 0."
+        "Scoring is included. The minimum over all settings of the method that were run (the CSV "
+        "names the best one; more settings can only lower it), on the examples that all settings "
+        "have. -: no prompt of this length, or a baseline that scores 0."
     ),
     command="python run.py -m experiment=figure5 model=tiny",
 )
 def effective_keep(results: Results, within: float = WITHIN) -> Rows:
-    """The smallest share of prefill FLOPs at which a method's score is at most `within` % below its own baseline's."""
+    """The smallest share of prefill FLOPs at which a method's score is at most `within` % below
+    its own baseline's.
+    """
     frame: Any = results.counting
     frame = frame[frame["method"] != BASELINE]
     baseline = match_baselines(frame, results.frame)
@@ -151,22 +194,34 @@ def effective_keep(results: Results, within: float = WITHIN) -> Rows:
     parts = columns.with_sums(frame, "task", "prompt_tokens").groupby(keys, sort=False)
     rows = [dict(zip(keys, key, strict=True)) | _least_share(part, within) for key, part in parts]
     table: Any = pd.DataFrame(rows, columns=[*keys, "examples", "settings", "setting", *_SHARES])
-    place = pd.Series({name: number for number, name in enumerate((*TASKS, *columns.range_names(), "all"))})
+    place = pd.Series(
+        {name: number for number, name in enumerate((*TASKS, *columns.range_names(), "all"))}
+    )
     table = table.sort_values(keys[-2:], key=lambda names: names.map(place), kind="stable")
     table = in_order(table.assign(label=table["method"])).drop(columns="label")
     # a line for each method and task, with a column for each range of lengths
     texts = table.assign(text=list(map(Column("keep", "", 1).cell, table.to_dict("records"))))
     by_length = texts.pivot(index=keys[:-1], columns="prompt_tokens", values="text")
     lines = table[table["prompt_tokens"] == "all"].join(by_length, on=keys[:-1])
-    shown = [MODEL, Column("method", "method"), Column("task", "task"), EXAMPLES, Column("settings", "settings")]
+    shown = [
+        MODEL,
+        Column("method", "method"),
+        Column("task", "task"),
+        EXAMPLES,
+        Column("settings", "settings"),
+    ]
     shown += [Column(name, f"{name} tokens") for name in ranges_in(by_length)]
     shown += [Column("all", "all")] if len(lines) else []
-    return Rows(table, cells(lines, shown, results), keys=3, values={"within": within, "kept": 100 - within})
+    return Rows(
+        table, cells(lines, shown, results), keys=3, values={"within": within, "kept": 100 - within}
+    )
 
 
 def _least_share(part: pd.DataFrame, within: float) -> dict[str, Any]:
     """The least share over the settings of one method."""
-    score, baseline, flops = (on_common_examples(part, name) for name in ("score", "full_score", "share"))
+    score, baseline, flops = (
+        on_common_examples(part, name) for name in ("score", "full_score", "share")
+    )
     counts = {"examples": len(score), "settings": len(score.columns)}
     if not len(score):
         return counts

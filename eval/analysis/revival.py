@@ -1,4 +1,6 @@
-"""What revival is worth: ratios of the KLs of LazyLLM with and without it, of static pruning and of random drop."""
+"""What revival is worth: ratios of the KLs of LazyLLM with and without it, of static pruning and
+of random drop.
+"""
 
 import json
 from typing import Any
@@ -23,20 +25,26 @@ _KEYS = [*SECTION, "target", "kl", "examples"]
     190,
     title="What revival is worth",
     caption=(
-        "Ratios of KLs at one ideal speedup, with both ends of their 95 % interval: below 1, the first of the two is "
-        "nearer to the baseline."
+        "Ratios of KLs at one ideal speedup, with both ends of their 95 % interval: below 1, the "
+        "first of the two is nearer to the baseline."
     ),
     notes=(
-        "KL of: over the baseline's answer, given to each method as its own; over the gold answer; of the first token, "
-        "before revival begins. A ratio is paired: the geometric mean over rows of a dataset, then datasets, then "
-        "tasks, of rows in which neither KL is 0. Seeds are pooled."
+        "KL of: over the baseline's answer, given to each method as its own; over the gold answer; "
+        "of the first token, before revival begins. A ratio is paired: the geometric mean over "
+        "rows of a dataset, then datasets, then tasks, of rows in which neither KL is 0. Seeds are "
+        "pooled."
     ),
-    command="python run.py experiment=revival model=smollm2 dataset=all subset=mini data.dir=FOLDER",
+    command="python run.py experiment=revival model=smollm2 dataset=all subset=mini "
+    "data.dir=FOLDER",
 )
 def revival(results: Results) -> Rows:
-    """Ratios of KLs of LazyLLM with and without revival, static pruning and random drop, by ideal speedup."""
+    """Ratios of KLs of LazyLLM with and without revival, static pruning and random drop, by
+    ideal speedup.
+    """
     rows: Any = results.counting
-    rows = rows.assign(target=targets_of(rows), label=list(map(_kind, rows["method"], rows["settings"])))
+    rows = rows.assign(
+        target=targets_of(rows), label=list(map(_kind, rows["method"], rows["settings"]))
+    )
     rows = rows.dropna(subset=["target", "label"])
     made = []
     for key, group in rows.groupby([*SECTION, "target"], sort=True):
@@ -69,7 +77,9 @@ def _kind(method: str, settings: str) -> str | None:
 
 
 def _ratios(group: Any, name: str) -> dict[str, Any]:
-    """Of one KL at one speedup, each pair's ratio with both ends of its interval; empty if no row has any."""
+    """Of one KL at one speedup, each pair's ratio with both ends of its interval; empty if no
+    row has any.
+    """
     found: dict[str, Any] = {}
     for first, second in _PAIRS:
         values: Any = on_common_examples(group[group["label"].isin([first, second])], name)

@@ -1,4 +1,6 @@
-"""The table of a run: its arms by task, beside the baseline of the same visits (numbers: `eval.store.summary`)."""
+"""The table of a run: its arms by task, beside the baseline of the same visits (numbers:
+`eval.store.summary`).
+"""
 
 import json
 from collections import Counter
@@ -10,7 +12,17 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis.columns import kind_of, range_of, ranges_in, unsolved
-from eval.analysis.table import EXAMPLES, FIDELITY, KL, UNFORCED, Column, Table, cells, forms, has_values
+from eval.analysis.table import (
+    EXAMPLES,
+    FIDELITY,
+    KL,
+    UNFORCED,
+    Column,
+    Table,
+    cells,
+    forms,
+    has_values,
+)
 from eval.benchmarks.datasets import DATASETS, format_value
 from eval.store.record import Visit
 from eval.store.results import Results
@@ -53,12 +65,13 @@ _COLUMNS = [
 
 
 def run_table(results: Results, title: str) -> Table:
-    """The arms of each run by task; each task follows its datasets. Seeds of one setting are one row.
+    """The arms of each run by task; each task follows its datasets. Seeds of one setting are one
+    row.
 
-    frame: run (its folder's name), name, kind ("dataset", "task", "all", or "length": a range of prompt tokens, if
-    there are several), task, method (the arm, for people), examples, failed (answers that are missing; no other
-    column counts them), score_failed_as_zero (the score if they count as 0), and the columns of
-    `eval.store.summary.by_task`.
+    frame: run (its folder's name), name, kind ("dataset", "task", "all", or "length": a range of
+    prompt tokens, if there are several), task, method (the arm, for people), examples, failed
+    (answers that are missing; no other column counts them), score_failed_as_zero (the score if they
+    count as 0), and the columns of `eval.store.summary.by_task`.
     """
     rows = [row for run in results.runs for row in _rows(run)]
     frame: Any = pd.DataFrame(rows, columns=_COLUMNS)
@@ -73,11 +86,14 @@ def run_table(results: Results, title: str) -> Table:
     text = cells(shown, [*columns, EXAMPLES, first, *failed, *others])
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
     brief: Any = text[_whole(frame)] if is_long else None
-    return Table("summary", title, _caption(results, frame), frame, text, keys=len(columns), brief=brief)
+    return Table(
+        "summary", title, _caption(results, frame), frame, text, keys=len(columns), brief=brief
+    )
 
 
 def shown_in(values: Any) -> list[Column]:
-    """The columns of `SHOWN` that any row has, the score first; without any score those of `SHOWN_OF_SPEED`.
+    """The columns of `SHOWN` that any row has, the score first; without any score those of
+    `SHOWN_OF_SPEED`.
 
     values: a frame of these columns.
     """
@@ -108,14 +124,17 @@ def _whole(frame: Any) -> Any:
 
 
 def run_json(table: Table, about: Mapping[str, Any]) -> str:
-    """A run's table at full precision, after `about`. A value: mean and both ends of its interval, null if missing."""
+    """A run's table at full precision, after `about`. A value: mean and both ends of its
+    interval, null if missing.
+    """
     rows = table.frame.to_dict("records")
     for row in rows:
         for name in VALUES:
             mean, low, high = (row.pop(form) for form in forms(name))
             row[name] = None if pd.isna(mean) else {"mean": mean, "low": low, "high": high}
     text = json.dumps({"rows": rows, **about}, sort_keys=True, default=str)
-    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2) + "\n"  # NaN is no JSON
+    # NaN is no JSON
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2) + "\n"
 
 
 def row_name(arm: StoredArm) -> str:
@@ -140,7 +159,9 @@ def _rows(run: StoredRun) -> list[dict[str, Any]]:
         rows: Any = frame[frame["arm"].isin(labels) & frame["counts"]]
         if rows.empty:
             continue
-        for row in _with_failures(summarise(rows, frame), rows, _failures(run, labels)) + _by_length(rows, frame):
+        for row in _with_failures(
+            summarise(rows, frame), rows, _failures(run, labels)
+        ) + _by_length(rows, frame):
             row |= {"run": run.folder.name, "method": name}
             by_name.setdefault((row["kind"], row["name"]), []).append(row)
     one_task = sum(kind == "task" for kind, _ in by_name) == 1
@@ -150,7 +171,8 @@ def _rows(run: StoredRun) -> list[dict[str, Any]]:
         for (kind, name), rows in by_name.items()
         for row in rows
         # a task's only dataset has the task's numbers, and one task those of the mean
-        if not (kind == "all" and one_task) and not (kind == "dataset" and datasets[DATASETS[name].task] == 1)
+        if not (kind == "all" and one_task)
+        and not (kind == "dataset" and datasets[DATASETS[name].task] == 1)
     ]
 
 
@@ -160,7 +182,9 @@ def _failures(run: StoredRun, labels: Sequence[str]) -> Counter[str]:
     return Counter(key[0] for key in failed if run.planned is None or key in run.planned)
 
 
-def _with_failures(rows: list[dict[str, Any]], answers: Any, failures: Counter[str]) -> list[dict[str, Any]]:
+def _with_failures(
+    rows: list[dict[str, Any]], answers: Any, failures: Counter[str]
+) -> list[dict[str, Any]]:
     """The rows of an arm with `kind`, and how many of its answers failed.
 
     answers: rows of the frame. failures: by dataset. Both are of all its seeds.
@@ -174,14 +198,24 @@ def _with_failures(rows: list[dict[str, Any]], answers: Any, failures: Counter[s
     zeroed |= {task: float(np.mean(scores)) for task, scores in by_task.items()}
     zeroed["all"] = float(np.mean([zeroed[task] for task in by_task]))
     for row in rows:
-        within = [count for name, count in failures.items() if row["name"] in (name, DATASETS[name].task, "all")]
-        row |= {"kind": row["level"], "failed": sum(within), "score_failed_as_zero": zeroed[row["name"]]}
+        within = [
+            count
+            for name, count in failures.items()
+            if row["name"] in (name, DATASETS[name].task, "all")
+        ]
+        row |= {
+            "kind": row["level"],
+            "failed": sum(within),
+            "score_failed_as_zero": zeroed[row["name"]],
+        }
     rows[-1]["name"] = "mean over tasks"
     return rows
 
 
 def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
-    """A row for each range of the conversations' prompt tokens; none if all (`among`) are in one. Without failures."""
+    """A row for each range of the conversations' prompt tokens; none if all (`among`) are in
+    one. Without failures.
+    """
     if len(ranges_in(among["range"])) < 2:
         return []
     more = {"kind": "length", "failed": 0, "score_failed_as_zero": np.nan}
@@ -205,49 +239,78 @@ def _caption(results: Results, frame: Any) -> str:
     cut = sum(visit.prompt_tokens < visit.uncut_tokens for visit in prompts.values())
     if cut:
         shown = f"{cut} of {counted(len(prompts), 'prompt')}"
-        lines.append(f"Longer than model.max_prompt_tokens: {shown}, whose middle is cut out, as in LongBench.")
-    lines += [note for run in results.runs for note in _notes(run, _where(results, run.folder.name))]
+        lines.append(
+            f"Longer than model.max_prompt_tokens: {shown}, whose middle is cut out, as in "
+            "LongBench."
+        )
+    lines += [
+        note for run in results.runs for note in _notes(run, _where(results, run.folder.name))
+    ]
     for row in frame[_whole(frame) & frame["failed"].gt(0)].to_dict("records"):
         lines.append(
-            f"{_where(results, row['run'])}{row['method']}: {counted(row['failed'], 'answer')} failed, left out here; "
-            f"counted as 0, the score is {row['score_failed_as_zero']:.2f}."
+            f"{_where(results, row['run'])}{row['method']}: {counted(row['failed'], 'answer')} "
+            f"failed, left out here; counted as 0, the score is {row['score_failed_as_zero']:.2f}."
         )
     for run in results.runs:
         answered, where = set[str]().union(*run.answered.values()), _where(results, run.folder.name)
         for name, labels in arm_groups(run).items():
             count = _failures(run, labels).total()
             if count and answered.isdisjoint(labels):
-                lines.append(f"{where}{name}: no answer, so it has no row: {counted(count, 'answer')} failed.")
+                lines.append(
+                    f"{where}{name}: no answer, so it has no row: {counted(count, 'answer')} "
+                    "failed."
+                )
     return "\n".join(lines)
 
 
 def _notes(run: StoredRun, where: str) -> Iterator[str]:
-    """Lines about answers in another way, and those that say nothing of a method: it left nothing out, or no thought
-    came to its end."""
+    """Lines about answers in another way, and those that say nothing of a method: it left nothing
+    out, or no thought came to its end."""
     for name, labels in arm_groups(run).items():
-        answered = [(visit, label) for visit in run.visits for label in labels if label in visit.answers]
+        answered = [
+            (visit, label) for visit in run.visits for label in labels if label in visit.answers
+        ]
         arm, asked = run.arms[labels[0]], len({visit.key for visit, _ in answered})
         whole = {visit.key for visit, label in answered if _is_whole_prompt(visit, label)}
         if whole and _drops_tokens(arm):
-            yield f"{where}{name} kept all tokens of {len(whole)} of {counted(asked, 'prompt')}{_target_of(arm)}."
-        dense = {visit.key for visit, label in answered if _is_dense(visit, label, run.identity["baseline"])}
+            yield (
+                f"{where}{name} kept all tokens of {len(whole)} of "
+                f"{counted(asked, 'prompt')}{_target_of(arm)}."
+            )
+        dense = {
+            visit.key
+            for visit, label in answered
+            if _is_dense(visit, label, run.identity["baseline"])
+        }
         if dense and _is_sparse(arm):
-            yield f"{where}{name} skipped no attention in {len(dense)} of {counted(asked, 'prompt')}."
+            yield (
+                f"{where}{name} skipped no attention in {len(dense)} of {counted(asked, 'prompt')}."
+            )
         thoughts = [
             visit.answers[label].text
             for visit, label in answered
-            if run.about["config"]["model"].get("thinking_tokens") and DATASETS[visit.dataset].chat_wrap
+            if run.about["config"]["model"].get("thinking_tokens")
+            and DATASETS[visit.dataset].chat_wrap
         ]
         if count := thoughts.count(""):
             of = counted(len(thoughts), "answer")
-            yield f"{where}{name}: no end of thought (</think>), or no text after it, in {count} of {of}."
+            yield (
+                f"{where}{name}: no end of thought (</think>), or no text after it, in {count} of "
+                f"{of}."
+            )
 
 
 def _target_of(arm: StoredArm) -> str:
-    """` (keep=1024)`: the parameter that says how many tokens stay; "" if the method has no such one."""
+    """` (keep=1024)`: the parameter that says how many tokens stay; "" if the method has no such
+    one.
+    """
     kind = by_name(arm.method)
     name = kind.target_parameter or next(iter(kind.keep_all), None)
-    return "" if name is None else f" ({name}={format_value(arm.values.get(name, settings_of(kind)[name]))})"
+    return (
+        ""
+        if name is None
+        else f" ({name}={format_value(arm.values.get(name, settings_of(kind)[name]))})"
+    )
 
 
 def _drops_tokens(arm: StoredArm) -> bool:
@@ -263,7 +326,9 @@ def _is_sparse(arm: StoredArm) -> bool:
 
 
 def _is_dense(visit: Visit, label: str, baseline: str | None) -> bool:
-    """Whether an arm's prefill took the FLOPs of the baseline's; False if the visit has no baseline."""
+    """Whether an arm's prefill took the FLOPs of the baseline's; False if the visit has no
+    baseline.
+    """
     costs = [visit.answers[name] for name in (label, baseline) if name in visit.answers]
     return len(costs) == 2 and len({cost.prefill_flops for cost in costs}) == 1
 
@@ -284,10 +349,13 @@ def _of_speedups(frame: Any) -> str:
     if frame["ttft_speedup"].isna().all():
         return "No speedup: no baseline was measured beside the arms."
     if frame["equal_length_speedup"].isna().all():
-        return "Speedups compare answers of the same visit; answers of batches have no generation speedup."
+        return (
+            "Speedups compare answers of the same visit; answers of batches have no generation "
+            "speedup."
+        )
     return (
-        "Speedups compare answers of the same visit; the generation speedup ends at the last token of the shorter "
-        "answer, the whole-answer speedup at the last token of each."
+        "Speedups compare answers of the same visit; the generation speedup ends at the last token "
+        "of the shorter answer, the whole-answer speedup at the last token of each."
     )
 
 
@@ -297,14 +365,20 @@ def _where(results: Results, folder: str) -> str:
 
 
 def _hardware_notes(runs: Sequence[StoredRun]) -> Iterator[str]:
-    """Lines about the baselines' speed: the attention kernels that ran, what MFU is, and what flatters speedups."""
+    """Lines about the baselines' speed: the attention kernels that ran, what MFU is, and what
+    flatters speedups.
+    """
     if kernels := ", ".join(dict.fromkeys(kernel for run in runs for kernel in run.kernels)):
         yield f"Attention kernel of the baseline, by its operators: {kernels}."
     for clock in dict.fromkeys(run.identity["clock"] for run in runs if "clock" in run.identity):
         yield f"Times: {clock}."
     timed: Any = [run for run in runs if bool(run.rows["prefill_mfu"].notna().to_numpy().any())]
     for device in dict.fromkeys(run.device for run in timed):
-        peak = "its maker's dense peak" if accelerator(device) else "the rate of a matrix product measured here"
+        peak = (
+            "its maker's dense peak"
+            if accelerator(device)
+            else "the rate of a matrix product measured here"
+        )
         yield f"MFU: model FLOPs utilisation of the prefill, FLOPs / TTFT over {peak} ({device})."
     for sentence in dict.fromkeys(sentence for run in runs for sentence in run.warnings):
         yield f"Caution: {sentence}."

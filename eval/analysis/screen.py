@@ -26,9 +26,19 @@ def main(arguments: Sequence[str]) -> int:
     """The command `results`. Returns the exit code. Raises UserError."""
     parser = parser_of("results", __doc__)
     add_choice(parser)
-    parser.add_argument("--by", choices=["task", "length"], help="also a row for each task, or range of prompt tokens")
-    parser.add_argument("--sort", metavar="COLUMN", help="by this column, the highest first: score, ttft_speedup, ...")
-    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+    parser.add_argument(
+        "--by",
+        choices=["task", "length"],
+        help="also a row for each task, or range of prompt tokens",
+    )
+    parser.add_argument(
+        "--sort",
+        metavar="COLUMN",
+        help="by this column, the highest first: score, ttft_speedup, ...",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of objects instead of a table"
+    )
     options = parser.parse_args(arguments)
     conditions = [condition for condition in options.where if condition.partition("=")[0] in _KEYS]
     groups = read_results(options.runs, [one for one in options.where if one not in conditions])
@@ -64,10 +74,11 @@ def _selected(frame: Any, conditions: Sequence[str]) -> Any:
 def summary(results: Results, by: str | None = None) -> pd.DataFrame:
     """A row for each setting on each suite: the mean over tasks, then by task or length.
 
-    Columns: model, suite, part ("all", a task, or a range of prompt tokens), method, label, score, score_difference
-    (from the baseline's on the same examples), ttft_speedup, equal_length_speedup, generation_speedup,
-    pct_prompt_tokens_computed, kl, answer_kl, gold_kl, gold_log_likelihood, each with `_low` and `_high`, examples,
-    seeds (of the setting; those of an example count as one), unfinished.
+    Columns: model, suite, part ("all", a task, or a range of prompt tokens), method, label, score,
+    score_difference (from the baseline's on the same examples), ttft_speedup, equal_length_speedup,
+    generation_speedup, pct_prompt_tokens_computed, kl, answer_kl, gold_kl, gold_log_likelihood,
+    each with `_low` and `_high`, examples, seeds (of the setting; those of an example count as
+    one), unfinished.
     """
     values = forms(
         "score",
@@ -82,14 +93,22 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
         "gold_log_likelihood",
     )
     table: Any = results.by_task
-    table = table[table["level"].isin(["all"] if by != "task" else ["all", "task"])].rename(columns={"name": "part"})
+    table = table[table["level"].isin(["all"] if by != "task" else ["all", "task"])].rename(
+        columns={"name": "part"}
+    )
     if by == "length":
         counting = results.counting.assign(part=range_of(results.counting["prompt_tokens"]))
         lengths: Any = pd.DataFrame(rows_by(counting, "part", results.frame))
         table = pd.concat([table, lengths[lengths["level"] == "all"]])
-        table["seeds"] = table.groupby(SETTING)["seeds"].transform("max").astype(int)  # lengths have none
-    unfinished, keys = _unfinished(results), zip(table["model"], table["suite"], table["label"], strict=True)
-    table = table.assign(unfinished=[", ".join(dict.fromkeys(unfinished.get(key, ()))) for key in keys])
+        # lengths have none
+        table["seeds"] = table.groupby(SETTING)["seeds"].transform("max").astype(int)
+    unfinished, keys = (
+        _unfinished(results),
+        zip(table["model"], table["suite"], table["label"], strict=True),
+    )
+    table = table.assign(
+        unfinished=[", ".join(dict.fromkeys(unfinished.get(key, ()))) for key in keys]
+    )
     places = ["all", *TASKS, *range_names()]
     table = in_order(table).assign(place=lambda rows: rows["part"].map(places.index))
     columns = [*SECTION, "part", "method", "label", *values, "examples", "seeds", "unfinished"]
@@ -97,18 +116,23 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
 
 
 def _unfinished(results: Results) -> dict[tuple[str, str, str], list[str]]:
-    """{(model, suite, label): `4 of 120 examples` of each arm that lacks an answer to a planned example}.
+    """{(model, suite, label): `4 of 120 examples` of each arm that lacks an answer to a planned
+    example}.
 
     Datasets for which another run's answers of the arm count are left out.
     """
-    superseded = set(results.superseded[["folder", "arm", "dataset"]].itertuples(index=False, name=None))
+    superseded = set(
+        results.superseded[["folder", "arm", "dataset"]].itertuples(index=False, name=None)
+    )
     lacking: dict[tuple[str, str, str], list[str]] = {}
     for run in results.runs:
         suites = defaultdict[str, set[str]](set)
         for name, _ in run.planned or ():
             suites[DATASETS[name].suite].add(name)
         for (suite, names), arm in product(suites.items(), run.arms.values()):
-            counting = {name for name in names if (str(run.folder), arm.name, name) not in superseded}
+            counting = {
+                name for name in names if (str(run.folder), arm.name, name) not in superseded
+            }
             if text := run.lacking([arm.name], counting):
                 lacking.setdefault((run.model, suite, arm.label), []).append(text)
     return lacking
@@ -121,7 +145,9 @@ def table_of(frame: Any, title: str = "Results") -> Table:
     sentences = list[str]()
     if (sections.groupby("section")["examples"].nunique() > 1).any():
         others.insert(0, Column("score_difference", "score - baseline", 2))
-        sentences.append("Rows of another n hold other examples; score - baseline is of the same ones.")
+        sentences.append(
+            "Rows of another n hold other examples; score - baseline is of the same ones."
+        )
     if frame["score_low"].isna().any():
         sentences.append(f"{NO_INTERVAL.capitalize()} have no interval.")
     if is_unforced(frame):

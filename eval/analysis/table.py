@@ -1,4 +1,6 @@
-"""A table, and its forms: Markdown, terminal, CSV at full precision, LaTeX. A figure: data and a plot of them."""
+"""A table, and its forms: Markdown, terminal, CSV at full precision, LaTeX. A figure: data and a
+plot of them.
+"""
 
 import os
 import re
@@ -21,8 +23,10 @@ from eval.benchmarks import SUITES
 from eval.store.results import Results
 
 _LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "Δ": r"$\Delta$", "<": r"\textless{}",
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "Δ": r"$\Delta$",
+    "<": r"\textless{}",
     ">": r"\textgreater{}", "[": "{[}", "|": r"\textbar{}", "\n": " ",
 }  # fmt: skip
 MB = 1e6
@@ -32,10 +36,13 @@ _LEAST = 2  # even the narrowest terminal shows this many columns of values
 _SIGNS = {
     "±": "±: half of the 95 % bootstrap interval over examples",
     "ideal": "ideal: the speedup by prefill FLOPs, scoring included",
-    "computed": "% computed: prompt tokens, mean over layers; tokens run by any model to score the prompt are included",
+    "computed": "% computed: prompt tokens, mean over layers; tokens run by any model to score the "
+    "prompt are included",
     "KL": "KL: divergence of the first token's distribution from the baseline's, in nats",
-    "answer's KL": "answer's KL: the mean over the tokens of the baseline's answer, given to the method as its own",
-    "gold": "gold KL: the same of the gold answer; gold log-likelihood: a token's, less the baseline's",
+    "answer's KL": "answer's KL: the mean over the tokens of the baseline's answer, given to the "
+    "method as its own",
+    "gold": "gold KL: the same of the gold answer; gold log-likelihood: a token's, less the "
+    "baseline's",
     "?": f"?: a share of the baseline's score that is not known to within ±{KEPT_WITHIN} points",
     "unpaired": "unpaired: no baseline was run",
     "-": "-: not measured",
@@ -44,12 +51,13 @@ _SIGNS = {
 
 @dataclass(frozen=True)
 class Table:
-    """name: the stem of its files. title, caption: as shown; a caption has at most two sentences, and `notes`, shown on
-    demand, explain the columns that only this table has.
+    """name: the stem of its files. title, caption: as shown; a caption has at most two sentences,
+    and `notes`, shown on demand, explain the columns that only this table has.
 
-    frame: keys and values at full precision, for the CSV. cells: what is shown (`Cell`), one column per heading; the
-    first `keys` columns name the row and are left-aligned. A name in `**` marks a summary of the rows above it. brief:
-    the cells that a terminal shows, if they are too many; the columns after the keys come in the order of importance.
+    frame: keys and values at full precision, for the CSV. cells: what is shown (`Cell`), one column
+    per heading; the first `keys` columns name the row and are left-aligned. A name in `**` marks a
+    summary of the rows above it. brief: the cells that a terminal shows, if they are too many; the
+    columns after the keys come in the order of importance.
     command: an example of a run that gives its data.
     """
 
@@ -79,7 +87,8 @@ class Table:
         return self.frame.to_csv(index=False, lineterminator="\n")
 
     def to_rich(self, width: int) -> RichTable:
-        """The table for a terminal: rows below the name of their group, headings in two lines, summaries in bold.
+        """The table for a terminal: rows below the name of their group, headings in two lines,
+        summaries in bold.
 
         width: in characters; the last columns that do not fit are left out, and a line says so.
         """
@@ -98,19 +107,30 @@ class Table:
         if self.brief is not None and len(self.brief) < len(self.cells):
             notes.insert(0, f"{len(self.brief)} of {len(self.cells)} rows; the files have all.")
         if left_out := others[shows - 1 :]:
-            notes.insert(0, f"Not shown for want of room, a wider terminal has: {'; '.join(left_out)}.")
-        table = RichTable(title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+            notes.insert(
+                0, f"Not shown for want of room, a wider terminal has: {'; '.join(left_out)}."
+            )
+        table = RichTable(
+            title=escape(self.title),
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
         table.caption, table.caption_justify = escape("\n".join(notes)), "left"
         for number, heading in enumerate(headings[:shows]):
             table.add_column(heading, justify="right" if number else "left", no_wrap=True)
         room = widths[0] - 2
         for (name, *texts), is_bold in rows:
             cut = name if len(name) <= room else f"{name[: room - 1]}…"
-            table.add_row(*map(escape, [cut, *texts[: shows - 1]]), style="bold" if is_bold else None)
+            table.add_row(
+                *map(escape, [cut, *texts[: shows - 1]]), style="bold" if is_bold else None
+            )
         return table
 
     def _terminal_rows(self, shown: pd.DataFrame) -> Iterator[tuple[list[str], bool]]:
-        """(texts, whether they are bold) of each line: a group's name, without values, stands above its rows."""
+        """(texts, whether they are bold) of each line: a group's name, without values, stands
+        above its rows.
+        """
         group = None
         for row in shown.to_numpy().tolist():
             *above, name = row[: self.keys]
@@ -123,7 +143,8 @@ class Table:
     def to_latex(self) -> str:
         """A `longtable` (it may span pages) with booktabs rules, then caption and notes.
 
-        A name of a group stands in its first row only. Neighbouring headings such as `XGen: score` share a line above.
+        A name of a group stands in its first row only. Neighbouring headings such as `XGen: score`
+            share a line above.
         """
         shown = self.cells.map(latex)
         shown.columns = [latex(heading) for heading in self.cells]
@@ -132,11 +153,13 @@ class Table:
         for heading in groups:
             shown[heading] = shown[heading].mask(repeats, "")
         if any(": " in heading for heading in shown):
-            shown.columns = pd.MultiIndex.from_tuples([heading.rpartition(": ")[::2] for heading in shown])
+            shown.columns = pd.MultiIndex.from_tuples(
+                [heading.rpartition(": ")[::2] for heading in shown]
+            )
         alignment = "l" * self.keys + "r" * (shown.shape[1] - self.keys)
         body = shown.to_latex(
-            index=False, longtable=True, escape=False, column_format=alignment, multicolumn_format="c",
-            caption=latex(self.title), label=f"tab:{self.name}",
+            index=False, longtable=True, escape=False, column_format=alignment,
+            multicolumn_format="c", caption=latex(self.title), label=f"tab:{self.name}",
         )  # fmt: skip
         text = " ".join(text for text in (self.caption, self.notes, legend([self])) if text)
         return f"% \\usepackage{{booktabs, longtable}}\n{body}\n{{\\footnotesize {latex(text)}}}\n"
@@ -144,7 +167,11 @@ class Table:
 
 def legend(tables: Iterable[Table]) -> str:
     """What the signs in these tables stand for, in sentences; "" without any."""
-    texts = {str(text) for table in tables for text in [*table.cells.columns, *table.cells.to_numpy().ravel()]}
+    texts = {
+        str(text)
+        for table in tables
+        for text in [*table.cells.columns, *table.cells.to_numpy().ravel()]
+    }
     found = [
         meaning
         for sign, meaning in _SIGNS.items()
@@ -155,11 +182,13 @@ def legend(tables: Iterable[Table]) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """title, caption: as shown, the caption with at most two sentences; `notes`, shown on demand, name averages and
-    omissions.
+    """title, caption: as shown, the caption with at most two sentences; `notes`, shown on demand,
+    name averages and omissions.
 
-    data: makes the table behind the picture, which is also its CSV; empty if no run has the necessary data.
-    plot: draws matplotlib's picture from this table alone, so also from the CSV; never called with an empty table.
+    data: makes the table behind the picture, which is also its CSV; empty if no run has the
+        necessary data.
+    plot: draws matplotlib's picture from this table alone, so also from the CSV; never called with
+        an empty table.
     command: an example of a run that gives its data.
     """
 
@@ -183,7 +212,9 @@ class Cell(str):
 
 
 def console() -> Console:
-    """A console for tables, as wide as the terminal or COLUMNS says; a file or a pipe without it gets a fixed width."""
+    """A console for tables, as wide as the terminal or COLUMNS says; a file or a pipe without it
+    gets a fixed width.
+    """
     usual = Console()
     return usual if usual.is_terminal or "COLUMNS" in os.environ else Console(width=120)
 
@@ -197,11 +228,14 @@ def forms(*names: str) -> list[str]:
 class Column:
     """A column of a table as people read it.
 
-    name: the column of the values; `<name>_low` and `<name>_high`, if there are such columns, hold the interval.
-    digits: after the decimal point; None for text and whole numbers. missing: shown if the value was not measured.
+    name: the column of the values; `<name>_low` and `<name>_high`, if there are such columns, hold
+        the interval.
+    digits: after the decimal point; None for text and whole numbers. missing: shown if the value
+        was not measured.
     scale: divisor, such as 1e6 for bytes shown in MB. sign: "+" to sign positive values too.
-    sorted_by: the column of the numbers behind texts. widest: half of the widest interval with which a value is shown,
-    else `?`: a number that is hardly known misleads. optional: whether a table leaves it out if no row has a value.
+    sorted_by: the column of the numbers behind texts. widest: half of the widest interval with
+    which a value is shown, else `?`: a number that is hardly known misleads. optional: whether a
+    table leaves it out if no row has a value.
     """
 
     name: str
@@ -216,7 +250,9 @@ class Column:
     optional: bool = False
 
     def cell(self, row: Mapping[Any, Any]) -> Cell:
-        """The cell of a row of values: `25.30 ±1.20`, with half of the interval, if there is one."""
+        """The cell of a row of values: `25.30 ±1.20`, with half of the interval, if there is
+        one.
+        """
         value, number = row[self.name], row[self.sorted_by or self.name]
         ends: Any = [row.get(f"{self.name}_{end}") for end in ("low", "high")]
         if pd.isna(value):
@@ -243,12 +279,16 @@ class Rows:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-_TABLES = dict[str, tuple[int, Callable[..., Table]]]()  # each with its place among all tables and figures
+_TABLES = dict[
+    str, tuple[int, Callable[..., Table]]
+]()  # each with its place among all tables and figures
 _FIGURES = dict[str, tuple[int, Figure]]()
 
 
 def as_table(place: int, title: str, caption: str, command: str, notes: str = "") -> Any:
-    """Makes a function that returns `Rows` a table of its own name, with these texts (fields as of `Table`)."""
+    """Makes a function that returns `Rows` a table of its own name, with these texts (fields as
+    of `Table`).
+    """
 
     def named(make: Callable[..., Rows]) -> Callable[..., Table]:
         name = make.__name__
@@ -257,7 +297,9 @@ def as_table(place: int, title: str, caption: str, command: str, notes: str = ""
         def made(*results: Results, **settings: Any) -> Table:
             rows = make(*results, **settings)
             shown, below, more = (text.format(**rows.values) for text in (title, caption, notes))
-            return Table(name, shown, below, rows.frame, rows.cells, rows.keys, notes=more, command=command)
+            return Table(
+                name, shown, below, rows.frame, rows.cells, rows.keys, notes=more, command=command
+            )
 
         _TABLES[name] = place, made
         return made
@@ -266,7 +308,13 @@ def as_table(place: int, title: str, caption: str, command: str, notes: str = ""
 
 
 def as_figure(
-    place: int, name: str, data: Callable[[Results], Any], title: str, caption: str, command: str, notes: str = ""
+    place: int,
+    name: str,
+    data: Callable[[Results], Any],
+    title: str,
+    caption: str,
+    command: str,
+    notes: str = "",
 ) -> Any:
     """Makes a function that plots a frame a figure of this name (fields as of `Figure`)."""
 
@@ -296,10 +344,15 @@ def figures() -> dict[str, Figure]:
     return {name: one for name, (_, one) in sorted(_FIGURES.items(), key=lambda one: one[1][0])}
 
 
-MODEL, LABEL, EXAMPLES = Column("model", "model"), Column("label", "method"), Column("examples", "n")
+MODEL, LABEL, EXAMPLES = (
+    Column("model", "model"),
+    Column("label", "method"),
+    Column("examples", "n"),
+)
 KEPT = Column("relative_score", "% of baseline", 1, widest=KEPT_WITHIN)
 KL = Column("kl", "KL, nats", 5)
-# With `fidelity=answer`; rankings and pictures take the first that was measured, then the first token's KL
+# With `fidelity=answer`; rankings and pictures take the first that was measured, then the first
+# token's KL
 FIDELITY = (
     Column("answer_kl", "answer's KL", 5, optional=True),
     Column("gold_kl", "gold KL", 5, optional=True),
@@ -318,17 +371,25 @@ def measured(columns: Iterable[Column], values: pd.DataFrame) -> list[Column]:
     return [one for one in columns if not one.optional or has_values(values, one.name)]
 
 
-def cells(values: pd.DataFrame, columns: Sequence[Column], results: Results | None = None) -> pd.DataFrame:
-    """The `Cell`s of each row of values, by heading. results: to show a model with its notes (`model_name`)."""
+def cells(
+    values: pd.DataFrame, columns: Sequence[Column], results: Results | None = None
+) -> pd.DataFrame:
+    """The `Cell`s of each row of values, by heading. results: to show a model with its notes
+    (`model_name`).
+    """
     rows = values.to_dict("records")
     if results is not None:
         rows = [row | {"model": model_name(row, results)} for row in rows]
     headings = [column.heading for column in columns]
-    return pd.DataFrame([[column.cell(row) for column in columns] for row in rows], columns=headings, dtype=object)
+    return pd.DataFrame(
+        [[column.cell(row) for column in columns] for row in rows], columns=headings, dtype=object
+    )
 
 
 def model_name(row: Mapping[Any, Any], results: Results) -> str:
-    """The model's name, with its suite unless that is LongBench, and with a note if its weights were random."""
+    """The model's name, with its suite unless that is LongBench, and with a note if its weights
+    were random.
+    """
     notes = [row["suite"]] if not SUITES[row["suite"]].in_paper else []
     notes += ["random weights"] if row["model"] in random_models(results) else []
     return f"{row['model']} ({', '.join(notes)})" if notes else row["model"]

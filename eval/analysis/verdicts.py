@@ -13,11 +13,13 @@ from eval.analysis.table import MODEL, Column, Rows, as_table, cells, forms
 from eval.store.results import Results
 
 _COLUMNS = (
-    MODEL, Column("section", "section"), Column("claim", "claim"), Column("paper", "published"), Column("ours", "ours"),
+    MODEL, Column("section", "section"), Column("claim", "claim"), Column("paper", "published"),
+    Column("ours", "ours"),
     Column("expected", "expected"), Column("shown_verdict", "verdict"), Column("shown", "where"),
 )  # fmt: skip
 _FRAME = [
-    *SECTION, "section", "claim", "paper", "expected", "parts", *forms("value"), "verdict", "lacking", "shown"
+    *SECTION, "section", "claim", "paper", "expected", "parts", *forms("value"), "verdict",
+    "lacking", "shown"
 ]  # fmt: skip
 
 
@@ -25,38 +27,45 @@ _FRAME = [
     30,
     title="Published claims, and ours",
     caption=(
-        "A number agrees if the whole 95 % interval lies within the tolerance around the paper's, and differs if none "
-        "of it does. A direction holds if every interval obeys it, and does not hold if one of them disobeys as a "
-        "whole."
+        "A number agrees if the whole 95 % interval lies within the tolerance around the paper's, "
+        "and differs if none of it does. A direction holds if every interval obeys it, and does "
+        "not hold if one of them disobeys as a whole."
     ),
     notes=(
-        "Undecided: the interval allows both. -: the paper has no number for this model. ?: not known to within ±10 "
-        "points. Not run: the experiments of the paper, or what the verdict names, are missing; `lazyllm-bench plan` "
-        "estimates their hours."
+        "Undecided: the interval allows both. -: the paper has no number for this model. ?: not "
+        "known to within ±10 points. Not run: the experiments of the paper, or what the verdict "
+        "names, are missing; `lazyllm-bench plan` estimates their hours."
     ),
     command="python run.py -m experiment=table1 model=llama2,xgen",
 )
 def verdicts(*groups: Results) -> Rows:
-    """Each claim of the paper about LazyLLM for each model: the paper's number, ours, and the verdict.
+    """Each claim of the paper about LazyLLM for each model: the paper's number, ours, and the
+    verdict.
 
-    groups: of runs that share no table. frame: model, suite, section, claim, paper (the published number for the
-    model), expected, parts (the number of values behind ours), value, value_low, value_high (of a single part),
-    verdict, lacking (what a run must have for a verdict), shown.
+    groups: of runs that share no table. frame: model, suite, section, claim, paper (the published
+    number for the model), expected, parts (the number of values behind ours), value, value_low,
+    value_high (of a single part), verdict, lacking (what a run must have for a verdict), shown.
     """
     found = sections(groups)
     rows = list[dict[str, Any]]()
     for (model, suite), parts in found.items():
-        rows += [_row(claim, model, suite, parts[0].paper_model, *claim.judged(parts)) for claim in claims()]
+        rows += [
+            _row(claim, model, suite, parts[0].paper_model, *claim.judged(parts))
+            for claim in claims()
+        ]
     there = {parts[0].paper_model for parts in found.values()}
     for name in PAPER_MODELS:
         if name not in there:
-            rows += [_row(claim, name, PAPER_SUITE, name) for claim in claims() if name in claim.paper]
+            rows += [
+                _row(claim, name, PAPER_SUITE, name) for claim in claims() if name in claim.paper
+            ]
     frame: Any = pd.DataFrame(rows, columns=[*_FRAME, "ours"])
     shown = [
         f"{verdict}: {text}" if text else verdict
         for verdict, text in zip(frame["verdict"], frame["lacking"], strict=True)
     ]
-    text = cells(frame.assign(shown_verdict=shown), _COLUMNS, groups[0])
+    everything = Results([run for results in groups for run in results.runs])
+    text = cells(frame.assign(shown_verdict=shown), _COLUMNS, everything)
     return Rows(frame[_FRAME], text, keys=3)
 
 

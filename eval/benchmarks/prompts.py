@@ -156,7 +156,7 @@ def build_prompt(
 @lru_cache(maxsize=2)  # the datasets of a run share one
 def tokenizer_for_rows(model: ModelSpec | None, suite: str) -> PreTrainedTokenizerBase:
     """Load the run's tokenizer, for a suite whose rows depend on it. Raises UserError if none."""
-    from lazyllm.models.load import load_tokenizer_of
+    from lazyllm.models.tokenizers import load_tokenizer_of
 
     tokenizer = load_tokenizer_of(model) if model is not None else None
     if tokenizer is None:

@@ -66,7 +66,7 @@ def tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
 
 def _vocabulary(model: ModelSpec) -> int:
     """Tokens that the model knows."""
-    from lazyllm.models.load import shape_of
+    from lazyllm.models.config import shape_of
 
     return shape_of(model).vocab_size
 

@@ -1,4 +1,6 @@
-"""All tables and pictures of some runs, each made once: what files, the page and the W&B Report show."""
+"""All tables and pictures of some runs, each made once: what files, the page and the W&B Report
+show.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -25,7 +27,9 @@ class Picture:
 
 @dataclass(frozen=True)
 class Content:
-    """tables, pictures: those with data, in order. missing: (title, a command that gives data) of the others."""
+    """tables, pictures: those with data, in order. missing: (title, a command that gives data)
+    of the others.
+    """
 
     tables: list[Table]
     pictures: list[Picture]
@@ -33,9 +37,13 @@ class Content:
 
 
 def content_of(
-    results: Results, tables: Mapping[str, Callable[[Results], Table]], figures: Mapping[str, Figure]
+    results: Results,
+    tables: Mapping[str, Callable[[Results], Table]],
+    figures: Mapping[str, Figure],
 ) -> Content:
-    """Make tables and draw figures of these runs. tables, figures: such as those of `eval.analysis.table`."""
+    """Make tables and draw figures of these runs. tables, figures: such as those of
+    `eval.analysis.table`.
+    """
     content, total = Content([], [], []), len(tables) + len(figures)
     for number, (name, make) in enumerate(tables.items(), start=1):
         log.info("%d of %d: table %s", number, total, name)

@@ -1,4 +1,5 @@
-"""The page of `paper`: one HTML text that refers to nothing outside itself and needs no script but to sort.
+"""The page of `paper`: one HTML text that refers to nothing outside itself and needs no script but
+to sort.
 
 Its frame and style are `page.html.jinja`, its script is `sort.js`.
 """
@@ -28,11 +29,17 @@ _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
 def render(results: Results, content: Content, most: int | None = None) -> str:
-    """Render the page of some runs. content: of these. most: examples of each run and dataset, None for all."""
+    """Render the page of some runs. content: of these. most: examples of each run and dataset,
+    None for all.
+    """
     runs = results.runs
     script = (_HERE / "sort.js").read_text(encoding="utf-8")
     environment = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.get_template("page.html.jinja").render(
         title=", ".join(dict.fromkeys(run.model for run in runs)),
@@ -40,7 +47,9 @@ def render(results: Results, content: Content, most: int | None = None) -> str:
         runs=runs_table(runs),
         tables=content.tables,
         legend=legend(content.tables),
-        pictures=[(one.name, one.figure, _data_uri(one.name, one.drawn)) for one in content.pictures],
+        pictures=[
+            (one.name, one.figure, _data_uri(one.name, one.drawn)) for one in content.pictures
+        ],
         missing=content.missing,
         answers=[(run, answers_of(run, most)) for run in runs],
         script=Markup(script),
@@ -74,8 +83,18 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
         for run in runs
     ]
     values = pd.DataFrame(rows)
-    caption = "A fingerprint is a hash of everything that can change a number. Versions and settings: provenance.json."
-    return Table("runs", "Runs", caption, values, cells(values, [Column(name, name) for name in values]), len(rows[0]))
+    caption = (
+        "A fingerprint is a hash of everything that can change a number. Versions and settings: "
+        "provenance.json."
+    )
+    return Table(
+        "runs",
+        "Runs",
+        caption,
+        values,
+        cells(values, [Column(name, name) for name in values]),
+        len(rows[0]),
+    )
 
 
 def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
@@ -88,20 +107,31 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
             run for run in runs if run.identity["warmup"] == 0
         ],
         "Measured with uncommitted code: it cannot be checked out again": [
-            run for run in runs if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")
+            run
+            for run in runs
+            if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")
         ],
     }
-    concerned |= {sign: [run for run in runs if sign in run.warnings] for run in runs for sign in run.warnings}
+    concerned |= {
+        sign: [run for run in runs if sign in run.warnings] for run in runs for sign in run.warnings
+    }
     sentences = Results(runs).unfinished + [
-        f"{text} ({', '.join(run.folder.name for run in named)})." for text, named in concerned.items() if named
+        f"{text} ({', '.join(run.folder.name for run in named)})."
+        for text, named in concerned.items()
+        if named
     ]
-    if most is not None and any(max(Counter(dataset for dataset, _ in run.answered).values()) > most for run in runs):
-        sentences.append(f"Answers are shown of the first {most} of each dataset's examples; tables count all.")
+    if most is not None and any(
+        max(Counter(dataset for dataset, _ in run.answered).values()) > most for run in runs
+    ):
+        sentences.append(
+            f"Answers are shown of the first {most} of each dataset's examples; tables count all."
+        )
     return sentences
 
 
 def answers_of(run: StoredRun, most: int | None = None) -> dict[str, list[dict[str, Any]]]:
-    """Gather the answers of a run: {dataset: an entry for each example, with the answers of all arms}.
+    """Gather the answers of a run: {dataset: an entry for each example, with the answers of all
+    arms}.
 
     most: as of `render`. An arm's answer is compared with the baseline's of the same visit.
     """
@@ -117,7 +147,12 @@ def answers_of(run: StoredRun, most: int | None = None) -> dict[str, list[dict[s
             entry["answers"].setdefault(name, _shown(visit, answer, compared))
     return {
         dataset: [
-            entry | {"answers": {name: entry["answers"][name] for name in run.arms if name in entry["answers"]}}
+            entry
+            | {
+                "answers": {
+                    name: entry["answers"][name] for name in run.arms if name in entry["answers"]
+                }
+            }
             for entry in entries.values()
             if entry["answers"]
         ]
@@ -126,15 +161,25 @@ def answers_of(run: StoredRun, most: int | None = None) -> dict[str, list[dict[s
 
 
 def _shown(visit: Visit, answer: Answer, baseline: Answer | None) -> dict[str, Any]:
-    """An answer's text (None if it is not stored), its numbers, and whether its text is the baseline's."""
+    """An answer's text (None if it is not stored), its numbers, and whether its text is the
+    baseline's.
+    """
     is_same = baseline is not None and answer.text is not None and answer.text == baseline.text
-    return {"text": answer.text, "numbers": ", ".join(_numbers(visit, answer, baseline)), "is_same": is_same}
+    return {
+        "text": answer.text,
+        "numbers": ", ".join(_numbers(visit, answer, baseline)),
+        "is_same": is_same,
+    }
 
 
 def _numbers(visit: Visit, answer: Answer, baseline: Answer | None) -> Iterator[str]:
     """The numbers of an answer that were measured, each beside the baseline's."""
     if answer.score is not None:
-        gain = None if baseline is None or baseline.score is None else 100 * (answer.score - baseline.score)
+        gain = (
+            None
+            if baseline is None or baseline.score is None
+            else 100 * (answer.score - baseline.score)
+        )
         yield f"score {100 * answer.score:.1f}" + ("" if gain is None else f" ({gain:+.1f})")
     ratio = "" if baseline is None else f" ({baseline.ttft_s / answer.ttft_s:.2f}x)"
     yield f"TTFT {1000 * answer.ttft_s:,.1f} ms{ratio}"

@@ -1,9 +1,12 @@
 """A W&B Report of runs tracked with `tracker=wandb`: lazyllm-bench wandb-report RUNS [RUNS ...]
 
---out FILE                     the report's specification as JSON, offline: its blocks, as wandb_workspaces names them
---publish --entity NAME        the report in W&B, with the figures as images; needs a key and the extra wandb-report
+--out FILE                     the report's specification as JSON, offline, in the terms of
+                               wandb_workspaces
+--publish --entity NAME        the report in W&B, with the figures as images; needs a key and
+                               the extra wandb-report
 
-Tables and figures are those of `lazyllm-bench paper`; the panels show the given runs, which W&B finds by fingerprint.
+Tables and figures are those of `lazyllm-bench paper`; the panels show the given runs, which W&B
+finds by fingerprint.
 """
 
 import json
@@ -22,38 +25,66 @@ from lazyllm.files import write_whole
 
 _TABLES = ("table1_paper", "table2_paper", "verdicts", "field")
 _BARS = (
-    "score", "ttft_speedup", "equal_length_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kv_bytes",
+    "score", "ttft_speedup", "equal_length_speedup", "generation_speedup",
+    "pct_prompt_tokens_computed", "kv_bytes",
     "aux_bytes",
 )  # fmt: skip
-Block = dict[str, Any]  # "kind": a class of wandb_workspaces.reports.v2; the others are its arguments
+# "kind": a class of wandb_workspaces.reports.v2; the others are its arguments
+Block = dict[str, Any]
 
 
-def specification(results: Results, content: Content, title: str, project: str, entity: str = "") -> Block:
-    """Describe the report. The same runs give the same one. content: the tables and pictures to show."""
-    wide = dict(kind="Layout", w=24, h=16)  # a line of W&B's grid; other panels take the next free place
+def specification(
+    results: Results, content: Content, title: str, project: str, entity: str = ""
+) -> Block:
+    """Describe the report. The same runs give the same one. content: the tables and pictures to
+    show.
+    """
+    # a line of W&B's grid; other panels take the next free place
+    wide = dict(kind="Layout", w=24, h=16)
     place = {"entity": entity, "project": project} if entity else {}
     prints = [run.about["fingerprint"] for run in results.runs]
 
     def panels(shown: list[Block], only: str = f"Config('fingerprint') in {prints}") -> Block:
-        return dict(kind="PanelGrid", runsets=[dict(kind="Runset", name="runs", filters=only, **place)], panels=shown)
+        return dict(
+            kind="PanelGrid",
+            runsets=[dict(kind="Runset", name="runs", filters=only, **place)],
+            panels=shown,
+        )
 
     examples = len({key for run in results.runs for key in run.answered})
     devices = ", ".join(sorted({run.device for run in results.runs}))
-    text = f"Runs: {len(prints)}; examples: {examples}; device: {devices}. Speedups are over the same visits' baseline."
-    blocks = [dict(kind="P", text=text), dict(kind="TableOfContents"), dict(kind="P", text=legend(content.tables))]
+    text = (
+        f"Runs: {len(prints)}; examples: {examples}; device: {devices}. Speedups are over the same "
+        "visits' baseline."
+    )
+    blocks = [
+        dict(kind="P", text=text),
+        dict(kind="TableOfContents"),
+        dict(kind="P", text=legend(content.tables)),
+    ]
     blocks += [dict(kind="MarkdownBlock", text=table.to_markdown("#")) for table in content.tables]
     blocks.append(dict(kind="H1", text="Figures"))
     for one in content.pictures:
-        picture = dict(kind="MediaBrowser", title=one.figure.title, media_keys=[f"figures/{one.name}"], layout=wide)
+        picture = dict(
+            kind="MediaBrowser",
+            title=one.figure.title,
+            media_keys=[f"figures/{one.name}"],
+            layout=wide,
+        )
         blocks.append(panels([picture], only=f"Config('report') = '{report_id(results)}'"))
     measured = {DATASETS[name].task for run in results.runs for name in run.datasets}
     for task in [*(task for task in TASKS if task in measured), "all"]:
         bars = [dict(kind="BarPlot", metrics=[f"{task}/{column}"]) for column in _BARS]
         blocks += [dict(kind="H1", text=task), panels(bars)]
-    curves = [dict(kind="LinePlot", x="examples", y=[f"running/{name}"]) for name in ("score", "ttft_speedup")]
+    curves = [
+        dict(kind="LinePlot", x="examples", y=[f"running/{name}"])
+        for name in ("score", "ttft_speedup")
+    ]
     rows = dict(kind="WeavePanelSummaryTable", table_name="per_example", layout=wide)
     blocks += [dict(kind="H1", text="Run by run"), panels([*curves, rows])]
-    return dict(kind="Report", project=project, entity=entity, title=title, width="fluid", blocks=blocks)
+    return dict(
+        kind="Report", project=project, entity=entity, title=title, width="fluid", blocks=blocks
+    )
 
 
 def report_id(results: Results) -> str:
@@ -66,21 +97,31 @@ def made(value: Any) -> Any:
     try:
         import wandb_workspaces.reports.v2 as library
     except ImportError as error:
-        raise UserError(f"{error}: install the extra, pip install 'lazyllm-bench[wandb-report]'") from error
+        raise UserError(
+            f"{error}: install the extra, pip install 'lazyllm-bench[wandb-report]'"
+        ) from error
     if isinstance(value, list):
         return [made(item) for item in value]
     if isinstance(value, dict):
-        return getattr(library, value["kind"])(**{name: made(item) for name, item in value.items() if name != "kind"})
+        return getattr(library, value["kind"])(
+            **{name: made(item) for name, item in value.items() if name != "kind"}
+        )
     return value
 
 
 def publish(results: Results, content: Content, report: Block) -> str:
-    """Save the images as a W&B run, then the report; returns its address. Raises UserError if W&B refuses it."""
-    import matplotlib.pyplot  # noqa: F401 - wandb.Image needs it for a figure, and does not import it
+    """Save the images as a W&B run, then the report; returns its address. Raises UserError if
+    W&B refuses it.
+    """
+    import matplotlib.pyplot  # noqa: F401 - wandb.Image uses it without importing it
     import wandb  # not at the top, both: slow to import
 
     report_made = made(report)
-    place = {"project": report["project"], "entity": report["entity"], "config": {"report": report_id(results)}}
+    place = {
+        "project": report["project"],
+        "entity": report["entity"],
+        "config": {"report": report_id(results)},
+    }
     try:
         with wandb.init(**place, name=report["title"], job_type="report") as run:
             run.log({f"figures/{one.name}": wandb.Image(one.drawn) for one in content.pictures})
@@ -97,7 +138,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="write the specification to this file, offline")
     parser.add_argument("--publish", action="store_true", help="save the report in W&B")
     parser.add_argument("--project", default=os.environ.get("WANDB_PROJECT", "lazyllm-bench"))
-    parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY", ""), help="the user or team of the project")
+    parser.add_argument(
+        "--entity",
+        default=os.environ.get("WANDB_ENTITY", ""),
+        help="the user or team of the project",
+    )
     parser.add_argument("--title", help="default: the models of the runs")
     options = parser.parse_args(arguments)
     if not options.out and not options.publish:
@@ -106,9 +151,13 @@ def main(arguments: Sequence[str]) -> int:
         import wandb  # not at the top: slow to import
 
         if not options.entity:
-            raise UserError("--publish needs --entity NAME (or WANDB_ENTITY): the user or team of the project")
+            raise UserError(
+                "--publish needs --entity NAME (or WANDB_ENTITY): the user or team of the project"
+            )
         if not wandb.login(prompt=False):
-            raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
+            raise UserError(
+                "--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE"
+            )
     results, *others = read_results(options.runs, options.where)
     if others:
         raise UserError(f"{explain([results, *others])}: choose one with --where KEY=VALUE")

@@ -1,14 +1,15 @@
-"""Every table and figure from stored runs, without a model: lazyllm-bench paper RUNS [RUNS ...] [--out FOLDER]
+"""Every table and figure from stored runs, without a model: lazyllm-bench paper RUNS [RUNS ...]
+[--out FOLDER]
 
-OUT/index.html    all tables and figures, and the answers of every arm beside each other, on one page
-OUT/README.md     all tables and figures with captions, and a list of those without runs, which are not written
-                  (index.md, if OUT has a README.md that this command did not write)
+OUT/index.html    all tables and figures, and the answers of every arm next to each other
+OUT/README.md     all tables and figures with captions, and a list of those without runs, which are
+                  not written (index.md, if OUT has a README.md that this command did not write)
 OUT/tables/       each table as .md, .csv (full precision) and .tex
 OUT/figures/      each figure as .svg, .pdf and .png, and its data as .csv
 OUT/provenance.json   the runs used: fingerprint, commit, versions, machine, hashes of the visits
 
-Runs that differ in more than arms, data and seed share no table: each group of them has a folder of its own in OUT, and
-OUT itself has the verdicts on the paper's claims, which any group may decide.
+Runs that differ in more than arms, data and seed share no table: each group of them has a folder of
+its own in OUT, and OUT itself has the verdicts on the paper's claims, which any group may decide.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,16 +49,17 @@ def write_paper(
     formats: Sequence[str] = FORMATS,
     most: int | None = None,
 ) -> list[Path]:
-    """Write everything of runs that share tables into `out`, created if missing. Returns the paths, the index first.
+    """Write everything of runs that share tables into `out`, created if missing. Returns the paths,
+    the index first.
 
-    tables, figures: as in `eval.analysis.table`. formats: suffixes of the files; pictures in README.md are PNG.
+    tables, figures: as in `eval.analysis.table`. formats: suffixes of the files; pictures in
+        README.md are PNG.
     most: of `eval.report.page.render`. Raises UserError if a file cannot be written.
     """
     from eval.report.content import content_of
 
     content = content_of(results, tables, figures)
-    for stem in [*(out / "tables" / name for name in tables), *(out / "figures" / name for name in figures)]:
-        _remove(stem)
+    _remove(out, tables, figures)
     paths, sections = [], []
     for table in content.tables:
         noted = replace(table, caption="\n".join([*results.unfinished, table.caption]))
@@ -70,7 +72,9 @@ def write_paper(
         paths += files.values()
     if "html" in formats:
         paths.append(_write_page(results, content, out, most))
-    write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
+    write_whole(
+        out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n"
+    )
     index = _free_index(out)
     write_whole(index, "\n".join([_introduce(results, content, formats), *sections]))
     return [index, out / "provenance.json", *paths]
@@ -84,9 +88,14 @@ def write_groups(
     formats: Sequence[str] = FORMATS,
     most: int | None = None,
 ) -> list[Path]:
-    """`write_paper` of each group of runs in a folder of its own, and what all groups share. Arguments: as there."""
+    """`write_paper` of each group of runs in a folder of its own, and what all groups share.
+    Arguments: as there.
+    """
     if len(groups) == 1:
         return write_paper(groups[0], out, tables, figures, formats, most)
+    from eval.analysis.table import legend
+
+    _remove(out, tables, figures)
     paths = list[Path]()
     own = {name: make for name, make in tables.items() if name != OF_ALL}
     links = []
@@ -98,9 +107,12 @@ def write_groups(
     sections = list[str]()
     if OF_ALL in tables and len((table := tables[OF_ALL](*groups)).frame):
         files = write_table(table, out, formats)
-        sections = [f"{table.to_markdown('##')}\n{_source(files, table.command)}\n"]
+        sections = [
+            f"{table.to_markdown('##')}\n{legend([table])}\n\n{_source(files, table.command)}\n"
+        ]
         paths += files.values()
-    text = f"{TITLE}\n\n{explain(groups).capitalize()}.\n\n" + "\n".join([*links, "", *sections])
+    why = explain(groups)
+    text = f"{TITLE}\n\n{why[0].upper()}{why[1:]}.\n\n" + "\n".join([*links, "", *sections])
     index = _free_index(out)
     write_whole(index, text)
     return [index, *paths]
@@ -109,18 +121,23 @@ def write_groups(
 def write_table(table: Table, out: Path, formats: Sequence[str]) -> dict[str, Path]:
     """Write a table's files; returns them by suffix."""
     forms = {"md": table.to_page, "csv": table.to_csv, "tex": table.to_latex}
-    files = {suffix: out / "tables" / f"{table.name}.{suffix}" for suffix in forms if suffix in formats}
+    files = {
+        suffix: out / "tables" / f"{table.name}.{suffix}" for suffix in forms if suffix in formats
+    }
     for suffix, file in files.items():
         write_whole(file, forms[suffix]())
     return files
 
 
 def _write_picture(picture: Picture, out: Path, formats: Sequence[str]) -> dict[str, Path]:
-    from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
+    # not at the top: importing matplotlib is slow and writes caches
+    from eval.analysis.style import save
 
     stem = out / "figures" / picture.name
     suffixes = [suffix for suffix in formats if suffix in ("svg", "pdf", "png")]
-    files = {file.suffix[1:]: file for file in (save(picture.drawn, stem, suffixes) if suffixes else [])}
+    files = {
+        file.suffix[1:]: file for file in (save(picture.drawn, stem, suffixes) if suffixes else [])
+    }
     if "csv" in formats:
         files["csv"] = stem.with_name(f"{picture.name}.csv")
         write_whole(files["csv"], picture.data.to_csv(index=False, lineterminator="\n"))
@@ -141,7 +158,11 @@ def _write_page(results: Results, content: Content, out: Path, most: int | None)
     page = render(results, content, most)
     write_whole(out / "index.html", page)
     if (size := len(page.encode()) / 1e6) > 30:
-        log.warning("index.html has %.0f MB, so a browser loads it slowly: --examples N shows fewer answers", size)
+        log.warning(
+            "index.html has %.0f MB, so a browser loads it slowly: --examples N shows fewer "
+            "answers",
+            size,
+        )
     return out / "index.html"
 
 
@@ -149,18 +170,28 @@ def _introduce(results: Results, content: Content, formats: Sequence[str]) -> st
     """The text of the index before the tables."""
     from eval.analysis.table import legend
 
-    made_from = f"{counted(len(results.runs), 'stored run')} with {counted(len(results.counting), 'answer')}"
+    made_from = (
+        f"{counted(len(results.runs), 'stored run')} with "
+        f"{counted(len(results.counting), 'answer')}"
+    )
     parts = [
         f"{TITLE}\n",
-        f"Made by `lazyllm-bench paper` from {made_from}, without a model. [provenance.json](provenance.json) lists "
-        "the runs, their code and their machines.\n",
+        f"Made by `lazyllm-bench paper` from {made_from}, without a model. "
+        "[provenance.json](provenance.json) lists the runs, their code and their machines.\n",
     ]
     if results.unfinished:
         parts += [*(f"**{sentence}**" for sentence in results.unfinished), ""]
     if "html" in formats:
-        parts.append("[index.html](index.html) has all of it on one page, with the answers of every arm.\n")
+        parts.append(
+            "[index.html](index.html) has all of it on one page, with the answers of every arm.\n"
+        )
     if content.missing:
-        parts += ["No run yet for:", "", *(f"- {title}: `{command}`" for title, command in content.missing), ""]
+        parts += [
+            "No run yet for:",
+            "",
+            *(f"- {title}: `{command}`" for title, command in content.missing),
+            "",
+        ]
     if signs := legend(content.tables):
         parts.append(f"In all tables, {signs}\n")
     return "\n".join(parts)
@@ -174,19 +205,33 @@ def _free_index(out: Path) -> Path:
 
 
 def _source(files: Mapping[str, Path], command: str) -> str:
-    """Markdown links to these files of a folder below README.md, and the command. files: by suffix."""
-    links = " ".join(f"[{suffix}]({file.parent.name}/{file.name})" for suffix, file in files.items())
+    """Markdown links to these files of a folder below README.md, and the command. files: by
+    suffix.
+    """
+    links = " ".join(
+        f"[{suffix}]({file.parent.name}/{file.name})" for suffix, file in files.items()
+    )
     return f"{links}; `{command}`" if links else f"`{command}`"
 
 
-def _remove(stem: Path) -> None:
-    """Remove what an earlier call wrote of a table or figure: it may have no run now."""
-    for suffix in FORMATS:
-        stem.with_name(f"{stem.name}.{suffix}").unlink(missing_ok=True)
+def _remove(out: Path, tables: Iterable[str], figures: Iterable[str]) -> None:
+    """Remove what an earlier call wrote into this folder: a table or figure may have no run now,
+    or be of a group.
+    """
+    stems = [
+        *(out / "tables" / name for name in tables),
+        *(out / "figures" / name for name in figures),
+    ]
+    for file in (stem.with_name(f"{stem.name}.{suffix}") for stem in stems for suffix in FORMATS):
+        file.unlink(missing_ok=True)
+    for name in ("index.html", "provenance.json"):
+        (out / name).unlink(missing_ok=True)
 
 
 def provenance(results: Results) -> list[dict[str, Any]]:
-    """For each run, in the order of folders: its arms, where it ran, and the hashes of its visits."""
+    """For each run, in the order of folders: its arms, where it ran, and the hashes of its
+    visits.
+    """
     return [
         {
             "folder": run.folder.name,
@@ -196,7 +241,8 @@ def provenance(results: Results) -> list[dict[str, Any]]:
             "examples": len(run.answered),
             "failed": len(run.failed),
             "visits_sha256": {
-                file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(run.folder, "visits")
+                file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+                for file in files_of(run.folder, "visits")
             },
             "provenance": run.about.get("provenance"),
         }
@@ -208,16 +254,38 @@ def main(arguments: Sequence[str]) -> int:
     """The command `paper`. Returns the exit code. Raises UserError."""
     parser = parser_of("paper", __doc__)
     add_choice(parser)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write (default: paper beside the runs)")
-    within = "for the effective keep rate: accept a score up to X %% below the baseline's (default: %(default)s)"
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder to write (default: paper beside the runs)",
+    )
+    within = (
+        "for the effective keep rate: accept a score up to X %% below the baseline's (default: "
+        "%(default)s)"
+    )
     parser.add_argument("--within", type=float, default=1.0, metavar="X", help=within)
-    parser.add_argument("--examples", type=int, metavar="N", help="index.html: only the first N of a run and dataset")
+    parser.add_argument(
+        "--examples",
+        type=int,
+        metavar="N",
+        help="index.html: only the first N of a run and dataset",
+    )
     formats = {"nargs": "+", "choices": FORMATS, "default": FORMATS, "metavar": "SUFFIX"}
-    parser.add_argument("--formats", help="the files to write: %(choices)s (default: all)", **formats)
+    parser.add_argument(
+        "--formats", help="the files to write: %(choices)s (default: all)", **formats
+    )
     options = parser.parse_args(arguments)
-    require(options.examples is None or options.examples > 0, "--examples", options.examples, "1 or more")
+    require(
+        options.examples is None or options.examples > 0,
+        "--examples",
+        options.examples,
+        "1 or more",
+    )
     require(0 <= options.within < 100, "--within", options.within, "0 or more, and less than 100")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+    )
     logging.getLogger("fontTools").setLevel(logging.WARNING)
     groups = read_results(options.runs, options.where)
     from eval.analysis.ranking import effective_keep  # not at the top: importing matplotlib is slow

@@ -1,4 +1,6 @@
-"""From what a model generated to what a visit stores: scores, cost, and distances to the baseline's answer."""
+"""From what a model generated to what a visit stores: scores, cost, and distances to the
+baseline's answer.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,6 @@ from eval.benchmarks.metrics import score_example, second_score
 from eval.benchmarks.prompts import Prompt
 from eval.store.record import Answer, compact_counts
 from lazyllm import Generation
-from lazyllm.engine.generation import Prefilled
 from lazyllm.measuring import utilisation
 from lazyllm.methods import Method
 
@@ -25,14 +26,16 @@ from lazyllm.methods import Method
 class Measured:
     """What an arm did with a prompt.
 
-    peak: bytes of memory; None if unknown. prefilled: a copy of the prompt that has run, for forced answers.
-    steps_are_shared: whether other answers decoded in the same steps, whose times are then not its own.
+    peak: bytes of memory; None if unknown. prefilled: a copy of the prompt that has run, for forced
+        answers.
+    steps_are_shared: whether other answers decoded in the same steps, whose times are then not its
+        own.
     """
 
     method: Method
     generation: Generation
     peak: int | None = None
-    prefilled: Prefilled | None = None
+    prefilled: Generation | None = None
     steps_are_shared: bool = False
 
 
@@ -46,7 +49,8 @@ def answer_of(
 ) -> Answer:
     """The record of an arm's answer.
 
-    model: for its shapes and its device's rate. reference: the baseline's answer; None without one to compare with.
+    model: for its shapes and its device's rate. reference: the baseline's answer; None without one
+        to compare with.
     """
     out = measured.generation
     decoded = tokenizer.decode(out.token_ids, skip_special_tokens=True)
@@ -87,7 +91,9 @@ def score_of(prompt: Prompt, decoded: str, chat: ChatFormat) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The baseline's answer of a visit. forced: {name: tokens that are fed to each arm, and to it}."""
+    """The baseline's answer of a visit. forced: {name: tokens that are fed to each arm, and to
+    it}.
+    """
 
     measured: Measured
     forced: Mapping[str, tuple[int, ...]]
@@ -96,7 +102,9 @@ class Reference:
         """The fields of `Answer` that compare an arm's answer with it."""
         fields = compare_generations(self.measured.generation, measured.generation)
         for name, ids in self.forced.items():
-            kl, log_likelihood = compare_forced(self._logits[name], _forced_logits(measured, ids), ids)
+            kl, log_likelihood = compare_forced(
+                self._logits[name], _forced_logits(measured, ids), ids
+            )
             fields |= {f"{name}_kl": kl, f"{name}_log_likelihood": log_likelihood}
         return fields
 
@@ -124,7 +132,9 @@ def compare_generations(baseline: Generation, generation: Generation) -> dict[st
     }
 
 
-def compare_forced(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tuple[float, float]:
+def compare_forced(
+    baseline: Tensor, method: Tensor, token_ids: Sequence[int]
+) -> tuple[float, float]:
     """(mean KL per token, log-likelihood per token minus the baseline's) of forced tokens.
 
     baseline, method: [t, v] logits before each of the t tokens.

@@ -21,16 +21,16 @@ from eval.run.prepare import Run
 from eval.run.work import WARMUP_TOKENS
 from eval.store.record import PROMPT_END, Answer, Failure, Visit
 from lazyllm import Generation, generate
-from lazyllm.engine.batch import Batch
 from lazyllm.engine.devices import cpu_time
 from lazyllm.engine.flops import attention_ceiling
-from lazyllm.engine.generation import Greedy, Prefilled, Request, make_request
+from lazyllm.engine.generation import Batch, Greedy
 from lazyllm.engine.sdpa import builds_plans
 from lazyllm.errors import UserError
 from lazyllm.measuring import attention_events, attention_kernel, read_peak, reset_peak
 from lazyllm.methods import Method
 from lazyllm.methods.support.other_models import HELPERS
-from lazyllm.models.load import as_device, load_weights, unapplied_settings
+from lazyllm.models.config import as_device, unapplied_settings
+from lazyllm.models.load import load_weights
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ Visited = tuple[Prompt, Sequence[Arm]]  # a prompt, and the arms that answer it,
 Pair = tuple[Prompt, Arm]
 Load = Callable[[], PreTrainedModel]
 Ended = tuple[Prompt, Arm, Measured | Failure]
-Outcomes = dict[str, Measured | Failure]  # {label of an arm: what it did with a prompt, or why it failed}
+# {label of an arm: what it did with a prompt, or why it failed}
+Outcomes = dict[str, Measured | Failure]
 
 
 @dataclass
@@ -49,7 +50,8 @@ class Bench:
     arms: in the order of tables; methods: {(label, name of a dataset): the arm's method for it}.
     baseline: the label of the arm to compare with; None without one.
     batch_size: answers that decode together, after each first token was timed alone.
-    forces_answers: whether answers are forced after each visit (`fidelity=answer`), so that each arm's prefill is kept
+    forces_answers: whether answers are forced after each visit (`fidelity=answer`), so that each
+        arm's prefill is kept
         until then.
     kernel: the attention kernel of the first arm's prefill; known after `warm_up`.
     """
@@ -63,11 +65,12 @@ class Bench:
     batch_size: int = 1
     forces_answers: bool = False
     kernel: str | None = None
-    _kept: list[Prefilled] = field(default_factory=list)
+    _kept: list[Generation] = field(default_factory=list)
     _peak_so_far: int | None = None  # bytes, before the last reset
 
     def warm_up(self, prompts: Sequence[Prompt], runs: int) -> None:
-        """Run each arm `runs` times on the first prompt, so that the first visit is no slower than the others.
+        """Run each arm `runs` times on the first prompt, so that the first visit is no slower than
+        the others.
 
         If memory does not hold the prompt, the shortest one takes its place.
         """
@@ -80,7 +83,9 @@ class Bench:
             log.warning("warming up on %s, row %s failed (%s)", *prompt.key, reason)
 
     def _warm_up(self, prompt: Prompt, runs: int) -> str | None:
-        def answer(method: Method, new_tokens: int = min(WARMUP_TOKENS, prompt.max_new_tokens)) -> None:
+        def answer(
+            method: Method, new_tokens: int = min(WARMUP_TOKENS, prompt.max_new_tokens)
+        ) -> None:
             generate(self.model, prompt.as_input(), method, new_tokens, ())
 
         calls = [partial(answer, self._method(prompt, arm)) for arm in self.arms] * runs
@@ -95,7 +100,8 @@ class Bench:
         return self.methods[arm.label, prompt.dataset.name]
 
     def visits(self, planned: Sequence[Visited]) -> Iterator[Visit]:
-        """The visits as they are done, in which an arm may have failed: it lacked memory, for example.
+        """The visits as they are done, in which an arm may have failed: it lacked memory, for
+        example.
 
         With a batch size above 1 the longest prompts come first.
         """
@@ -152,45 +158,55 @@ class Bench:
 
     def _answer_alone(self, prompt: Prompt, arm: Arm) -> Measured | Failure:
         """An arm's answer, decoded by itself."""
-        kept = list[Prefilled]()
+        kept = list[Generation]()
         outcome = self._attempt(prompt, partial(self._generate, prompt, arm, kept))
         if isinstance(outcome, Failure):
             self._forget(kept)
         return outcome
 
-    def _generate(self, prompt: Prompt, arm: Arm, kept: list[Prefilled]) -> Measured:
+    def _generate(self, prompt: Prompt, arm: Arm, kept: list[Generation]) -> Measured:
         method = self._method(prompt, arm)
         self._rehearse(prompt, method)
         self._peak_so_far = None
         reset_peak(self.model.device)
         after = partial(self._keep, method, kept) if self.forces_answers else None
-        generation = generate(self.model, prompt.as_input(), method, **prompt.options, after_prefill=after)
+        generation = generate(
+            self.model, prompt.as_input(), method, **prompt.options, after_prefill=after
+        )
         is_shared = self.batch_size > 1  # of a run whose other answers are in batches
         peak = None if is_shared else self._peak(method)
         return Measured(method, generation, peak, kept[0] if kept else None, is_shared)
 
     def _rehearse(self, prompt: Prompt, method: Method) -> None:
-        """Run the prefill once, untimed, if its shapes may be new to a backend that builds plans."""
+        """Run the prefill once, untimed, if its shapes may be new to a backend that builds
+        plans.
+        """
         models = (self.model, *HELPERS.loaded.values())
         if any(builds_plans(model, self.model.device) for model in models):
-            Batch(self.model, 1).add(self._request(prompt, method))
+            Batch(self.model, 1).add(self._start(prompt, method))
 
-    def _request(self, prompt: Prompt, method: Method, after: Callable[[Prefilled], None] | None = None) -> Request:
+    def _start(
+        self, prompt: Prompt, method: Method, after: Callable[[Generation], None] | None = None
+    ) -> Generation:
         sampler = Greedy(prompt.end_ids, prompt.options["min_new_tokens"])
-        return make_request(self.model, prompt.as_input(), method, prompt.max_new_tokens, sampler, after)
+        return Generation(
+            self.model, prompt.as_input(), method, prompt.max_new_tokens, sampler, after
+        )
 
-    def _keep(self, method: Method, kept: list[Prefilled], prefilled: Prefilled) -> None:
+    def _keep(self, method: Method, kept: list[Generation], prefilled: Generation) -> None:
         """Keep a copy of a prompt that has run, which counts in no peak, until `_forget`."""
         self._peak_so_far = self._peak(method)
         kept.append(prefilled.fork())
         self._kept += kept
         reset_peak(self.model.device)
 
-    def _forget(self, prefills: Collection[Prefilled | None]) -> None:
+    def _forget(self, prefills: Collection[Generation | None]) -> None:
         self._kept = [kept for kept in self._kept if not any(kept is one for one in prefills)]
 
     def _peak(self, method: Method) -> int | None:
-        """The answer's peak memory in bytes so far, without other arms' models and kept prefills; None if unknown."""
+        """The answer's peak memory in bytes so far, without other arms' models and kept
+        prefills; None if unknown.
+        """
         peak = read_peak(self.model.device)
         if peak is None:
             return None
@@ -199,7 +215,9 @@ class Bench:
         return now if self._peak_so_far is None else max(now, self._peak_so_far)
 
     def _attempt(self, prompt: Prompt, do: Callable[[], T]) -> T | Failure:
-        """What a call returns, or its failure. A UserError is raised, as every example would meet it."""
+        """What a call returns, or its failure. A UserError is raised, as every example would
+        meet it.
+        """
         try:
             return do()
         except UserError:
@@ -210,8 +228,8 @@ class Bench:
         return failure
 
     def _answer_together(self, planned: Sequence[Visited]) -> Iterator[Ended]:
-        """The arms' answers as they end, several at once. A bad answer loses no other: after an error the visits in
-        the batch are answered one arm at a time."""
+        """The arms' answers as they end, several at once. A bad answer loses no other: after an
+        error the visits in the batch are answered one arm at a time."""
         waiting = deque((prompt, arm) for prompt, arms in planned for arm in arms)
         while waiting:
             lost = yield from self._fill_batches(waiting)
@@ -220,12 +238,13 @@ class Bench:
                 yield prompt, arm, self._answer_alone(prompt, arm)
 
     def _fill_batches(self, waiting: deque[Pair]) -> Generator[Ended, None, list[Pair]]:
-        """Take pairs out of `waiting` and answer at most `batch_size` at once. First tokens are made alone and in
-        order; a visit's begin when the batch has room for all of them, if it ever has.
+        """Take pairs out of `waiting` and answer at most `batch_size` at once. First tokens are
+        made alone and in order; a visit's begin when the batch has room for all of them, if it ever
+        has.
 
         An error ends that. Returns the pairs that then lack an answer: of the visits in the batch.
         """
-        batch, running = Batch(self.model, self.batch_size), dict[Request, Running]()
+        batch, running = Batch(self.model, self.batch_size), dict[Generation, Running]()
         while waiting or running:
             room = self.batch_size - len(running)
             if waiting and room >= min(self.batch_size, _arms_to_begin(waiting, running)):
@@ -241,23 +260,27 @@ class Bench:
                 while waiting and waiting[0][0] is newest:
                     lost.append(waiting.popleft())
                 return lost
-            for request, generation in ended:
-                one = running.pop(request)
+            for generation in ended:
+                one = running.pop(generation)
                 prefilled = one.kept[0] if one.kept else None
-                yield one.prompt, one.arm, Measured(request.method, generation, None, prefilled, True)
+                yield (
+                    one.prompt,
+                    one.arm,
+                    Measured(generation.method, generation, None, prefilled, True),
+                )
         return []
 
     def _begin(
-        self, batch: Batch, waiting: deque[Pair], running: dict[Request, "Running"]
-    ) -> list[tuple[Request, Generation]]:
+        self, batch: Batch, waiting: deque[Pair], running: dict[Generation, "Running"]
+    ) -> list[Generation]:
         """Move the next pair from `waiting` into the batch. No answer ends by that."""
         prompt, arm = waiting[0]
-        method, kept = self._method(prompt, arm), list[Prefilled]()
+        method, kept = self._method(prompt, arm), list[Generation]()
         after = partial(self._keep, method, kept) if self.forces_answers else None
-        request = self._request(prompt, method, after)
-        running[request] = Running(*waiting.popleft(), kept)
+        generation = self._start(prompt, method, after)
+        running[generation] = Running(*waiting.popleft(), kept)
         self._rehearse(prompt, method)
-        batch.add(request)
+        batch.add(generation)
         return []
 
 
@@ -267,10 +290,10 @@ class Running:
 
     prompt: Prompt
     arm: Arm
-    kept: list[Prefilled]
+    kept: list[Generation]
 
 
-def _arms_to_begin(waiting: deque[Pair], running: Mapping[Request, Running]) -> int:
+def _arms_to_begin(waiting: deque[Pair], running: Mapping[Generation, Running]) -> int:
     """How many answers the next visit in line begins together: 1 if it has begun."""
     newest = waiting[0][0]
     has_begun = any(one.prompt is newest for one in running.values())
@@ -279,7 +302,9 @@ def _arms_to_begin(waiting: deque[Pair], running: Mapping[Request, Running]) -> 
 
 @contextmanager
 def open_bench(run: Run, load: Load | None = None) -> Iterator[Bench]:
-    """The run's model, ready to answer until the block ends. load: gives the model, if several runs share it."""
+    """The run's model, ready to answer until the block ends. load: gives the model, if several
+    runs share it.
+    """
     with held_and_released(as_device(run.spec.device)), cpu_time(run.counts_cpu_time):
         yield Bench(
             model=(load or (lambda: load_model(run)))(),
@@ -298,7 +323,10 @@ def load_model(run: Run) -> PreTrainedModel:
     log.info("loading %s in %s: %s", run.spec.name, run.spec.dtype, run.dtype_reason)
     if unapplied := unapplied_settings(run.spec):
         settings = ", ".join(f"{key}={value}" for key, value in unapplied.items())
-        log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
+        log.info(
+            "answers are greedy: of the model's generation_config.json these have no effect: %s",
+            settings,
+        )
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     return load_weights(run.spec)

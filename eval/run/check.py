@@ -1,4 +1,6 @@
-"""What settings, files and rows at hand rule out, before torch is imported: all else is in `eval.run.prepare`."""
+"""What settings, files and rows at hand rule out, before torch is imported: all else is in
+`eval.run.prepare`.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,14 @@ from lazyllm.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 RUNS = Path("runs")  # and `hydra.sweep.dir` of conf/config.yaml
-QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # environment; W&B reports even if offline
+# environment; W&B reports even if offline
+QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
 
 
 def check(config: RunConfig, folder: Path) -> None:
-    """Refuse what settings, files and rows at hand rule out. folder: where the run makes its own. Raises UserError."""
+    """Refuse what settings, files and rows at hand rule out. folder: where the run makes its
+    own. Raises UserError.
+    """
     datasets, data = choose_data(config)
     suite, spec, arms = suite_of(datasets), spec_of(config), expand(config)
     chat = chat_of(config, suite)
@@ -53,7 +58,9 @@ def spec_of(config: RunConfig) -> ModelSpec:
 
 
 def chat_of(config: RunConfig, suite: Suite) -> ChatFormat:
-    """The format of prompts and answers. Raises UserError for an unknown one, or settings that do not fit it."""
+    """The format of prompts and answers. Raises UserError for an unknown one, or settings that
+    do not fit it.
+    """
     model = config.model
     return chat_format(
         model.chat if suite.tokenizer is None else "none",
@@ -77,17 +84,28 @@ def limit_of(config: RunConfig, suite: Suite) -> int | None:
 def choose_data(
     config: RunConfig, check_rows: bool = True, quiet: bool = False
 ) -> tuple[tuple[Dataset, ...], DataSettings]:
-    """The datasets whose rows can be loaded, and the settings that determine the rows. Raises UserError.
+    """The datasets whose rows can be loaded, and the settings that determine the rows. Raises
+    UserError.
 
-    check_rows: whether the rows of at least one dataset must be there; without it, all that are named.
+    check_rows: whether the rows of at least one dataset must be there; without it, all that are
+        named.
     quiet: whether a log line has named the datasets that are left out, as `check` does.
     """
     named = choose(config.dataset, config.model.name, config.data.length)
     suite = suite_of(named)
     has_length = config.data.length == DataConfig().length or reads_length(config.dataset)
-    require(has_length, "data.length", config.data.length, "dataset=ruler, or other rows that are described with it")
+    require(
+        has_length,
+        "data.length",
+        config.data.length,
+        "dataset=ruler, or other rows that are described with it",
+    )
     for other in SUITES.values():
-        if other.options is not None and other is not suite and getattr(config, other.name) != other.options():
+        if (
+            other.options is not None
+            and other is not suite
+            and getattr(config, other.name) != other.options()
+        ):
             changed = getattr(config, other.name).model_dump(exclude_defaults=True)
             key, value = next(iter(changed.items()))
             instead = f"dataset={other.whole} with it: {named[0].name} is of {suite.name}"
@@ -115,10 +133,16 @@ def _data_settings(config: RunConfig, suite: Suite) -> DataSettings:
     )
 
 
-def _with_rows(config: RunConfig, named: tuple[Dataset, ...], data: DataSettings, quiet: bool) -> tuple[Dataset, ...]:
-    """The datasets whose rows can be loaded. Of a whole suite the others are left out, with a log line."""
+def _with_rows(
+    config: RunConfig, named: tuple[Dataset, ...], data: DataSettings, quiet: bool
+) -> tuple[Dataset, ...]:
+    """The datasets whose rows can be loaded. Of a whole suite the others are left out, with a
+    log line.
+    """
     suite = suite_of(named)
-    reasons = {dataset: reason for dataset in named if (reason := suite.check(dataset, data)) is not None}
+    reasons = {
+        dataset: reason for dataset in named if (reason := suite.check(dataset, data)) is not None
+    }
     is_whole = len(named) == len(suite.datasets) or suite.whole in config.dataset
     if reasons and (not is_whole or len(reasons) == len(named)):
         dataset, reason = next(iter(reasons.items()))
@@ -129,8 +153,12 @@ def _with_rows(config: RunConfig, named: tuple[Dataset, ...], data: DataSettings
     return tuple(dataset for dataset in named if dataset not in reasons)
 
 
-def read_rows(config: RunConfig, datasets: tuple[Dataset, ...], data: DataSettings) -> list[LoadedDataset]:
-    """The datasets with their examples after `limit` and `subset`; total: the rows before that. Raises UserError."""
+def read_rows(
+    config: RunConfig, datasets: tuple[Dataset, ...], data: DataSettings
+) -> list[LoadedDataset]:
+    """The datasets with their examples after `limit` and `subset`; total: the rows before that.
+    Raises UserError.
+    """
     chosen, limit = list[LoadedDataset](), limit_of(config, suite_of(datasets))
     for dataset in datasets:
         loaded = load(dataset, data)
@@ -156,20 +184,26 @@ def _check_tracker(config: RunConfig) -> None:
 
 def _check_models(spec: ModelSpec, arms: tuple[Arm, ...]) -> None:
     """Refuse models whose configs are not here, and methods that do not fit the model's depth."""
-    layers: int | None = read_config(spec).get("num_hidden_layers")  # of a nested config, transformers finds it
+    # of a nested config, transformers finds it
+    layers: int | None = read_config(spec).get("num_hidden_layers")
     for arm in arms:
         for other in arm.sample().models():
             try:
                 read_config(other)
             except UserError as error:
                 keys = [key for key, value in arm.hyperparameters.items() if value == other.name]
-                given = f"{arm.label}: {keys[0]}={other.name}" if keys else f"{arm.label} needs {other.name}"
+                given = (
+                    f"{arm.label}: {keys[0]}={other.name}"
+                    if keys
+                    else f"{arm.label} needs {other.name}"
+                )
                 if not isinstance(error, HubError):
                     raise UserError(f"{given}: {error}") from error
                 reason = error.reason.removeprefix(f"{other.name}: ")
                 raise UserError(f"{given}: {reason}; give a folder with the checkpoint") from error
         if layers is not None:
-            depth = Depth(layers)  # without windows, which may not be in the file: what it refuses, they do too
+            # without windows, which may not be in the file: what it refuses, they do too
+            depth = Depth(layers)
             with about_the_method(arm.label):
                 arm.at(depth).sample().tokens_per_layer(depth, 1)
 
@@ -178,8 +212,9 @@ def _check_tokenizer(config: RunConfig, spec: ModelSpec, chat: ChatFormat, suite
     """Refuse what is no tokenizer, and thoughts that no prompt asks for."""
     if spec.is_dummy and spec.tokenizer is None and suite.tokenizer is None and not spec.is_local:
         raise UserError(
-            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
-            "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
+            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be "
+            "given: model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or "
+            "model.tokenizer=HUB_ID"
         )
     thinks = config.model.thinking_tokens > 0 and chat.from_tokenizer
     if spec.tokenizer is None and suite.tokenizer is None and spec.is_local:
@@ -191,7 +226,8 @@ def _check_tokenizer(config: RunConfig, spec: ModelSpec, chat: ChatFormat, suite
         not thinks or not template or "think" in f"{template}{config.model.system}".lower(),
         "model.thinking_tokens",
         config.model.thinking_tokens,
-        f"0, as the chat template of {Path(config.model.name).name} knows no thoughts (model.system can ask for them)",
+        f"0, as the chat template of {Path(config.model.name).name} knows no thoughts "
+        "(model.system can ask for them)",
     )
 
 
@@ -199,4 +235,7 @@ def check_writable(folder: Path) -> None:
     """Raise UserError if a folder cannot be written, or made."""
     exists = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK):
-        raise UserError(f"{folder}: cannot be written ({exists}): give another with out=FOLDER, or start elsewhere")
+        raise UserError(
+            f"{folder}: cannot be written ({exists}): give another with out=FOLDER, or start "
+            "elsewhere"
+        )

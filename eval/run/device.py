@@ -1,4 +1,6 @@
-"""The device of a run: a lock, so that two runs are never timed on it at once, and what failures leave on it."""
+"""The device of a run: a lock, so that two runs are never timed on it at once, and what failures
+leave on it.
+"""
 
 import logging
 import traceback
@@ -25,13 +27,17 @@ POLL_S = 0.5
 def held(device: torch.device) -> Iterator[None]:
     """Hold this accelerator until the block ends; wait while another run of this user holds it.
 
-    A lock is a file in the cache folder, which containers and jobs may share. The CPU is not held. A thread may hold a
-    device twice.
+    A lock is a file in the cache folder, which containers and jobs may share. The CPU is not held.
+    A thread may hold a device twice.
     """
     if device.type == "cpu":
         yield
         return
-    lock = FileLock(cache_folder() / "locks" / f"{_device_id(device)}.lock", poll_interval=POLL_S, is_singleton=True)
+    lock = FileLock(
+        cache_folder() / "locks" / f"{_device_id(device)}.lock",
+        poll_interval=POLL_S,
+        is_singleton=True,
+    )
     _acquire(lock, device)
     try:
         yield
@@ -48,7 +54,12 @@ def _acquire(lock: FileLock, device: torch.device) -> None:
         log.info("%s is in use by another run: waiting until it is free (%s)", device, file)
         lock.acquire()
     except OSError as error:  # some cluster file systems have no locks
-        log.warning("%s: cannot be locked (%s); make sure that only one run at a time uses %s", file, error, device)
+        log.warning(
+            "%s: cannot be locked (%s); make sure that only one run at a time uses %s",
+            file,
+            error,
+            device,
+        )
 
 
 def _device_id(device: torch.device) -> str:
@@ -60,7 +71,9 @@ def _device_id(device: torch.device) -> str:
 
 @contextmanager
 def held_and_released(device: torch.device) -> Iterator[None]:
-    """Hold the device until the block ends, and then free its memory, before another run gets it."""
+    """Hold the device until the block ends, and then free its memory, before another run gets
+    it.
+    """
     with held(device):
         try:
             yield
@@ -80,8 +93,8 @@ def recover(device: torch.device) -> None:
     except RuntimeError as error:
         why = " ".join(str(error).split())
         raise UserError(
-            f"{device} does not recover from the last failure ({why}). Finished examples are safe: give the same "
-            "command again"
+            f"{device} does not recover from the last failure ({why}). Finished examples are safe: "
+            "give the same command again"
         ) from error
 
 
@@ -97,6 +110,7 @@ def failure_of(error: Exception, prompt_tokens: int) -> Failure:
     advice = f" ({place_of(error)})"
     if is_out_of_memory(error):
         advice = (
-            f"; out of memory at {prompt_tokens} prompt tokens: lower model.max_prompt_tokens, or give a smaller model"
+            f"; out of memory at {prompt_tokens} prompt tokens: lower model.max_prompt_tokens, or "
+            "give a smaller model"
         )
     return Failure(error=reason_of(error) + advice, traceback=traceback.format_exc())

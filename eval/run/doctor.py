@@ -1,11 +1,14 @@
-"""Whether this machine is ready: a line for each thing that a run may need, with the command that fixes it.
+"""Whether this machine is ready: a line for each thing that a run may need, with the command that
+fixes it.
 
-    lazyllm-bench doctor                                   # for Llama 2 on LongBench
-    lazyllm-bench doctor model=llama2,xgen dataset=all     # for a run or a sweep, by its own arguments
+    lazyllm-bench doctor                                # for Llama 2 on LongBench
+    lazyllm-bench doctor model=llama2,xgen dataset=all  # for a run or a sweep, by its arguments
 
-Nothing is downloaded, and no network is needed. A GGUF file is read. torch is imported only on a GPU, as operators name
-its attention kernel, for a GGUF file that is new here, and on a CPU where `model.dtype=auto` has to measure a product.
-`missing`: the run needs it and would not find it (exit code 2). `not needed`: the run works without it.
+Nothing is downloaded, and no network is needed. A GGUF file is read. torch is imported only on a
+GPU, as operators name its attention kernel, for a GGUF file that is new here, and on a CPU where
+`model.dtype=auto` has to measure a product.
+`missing`: the run needs it and would not find it (exit code 2). `not needed`: the run works without
+    it.
 """
 
 import os
@@ -33,14 +36,22 @@ from lazyllm.spec import ModelSpec
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NVIDIA_SMI_TIMEOUT_S = 20.0
 OK, MISSING, NOT_NEEDED = "ok", "missing", "not needed"
-# Major version of CUDA -> (its oldest driver by NVIDIA's release notes, the torch for it and its index), ascending
-CUDA = {11: (450, "torch==2.7.1", "cu118"), 12: (525, "torch", "cu126"), 13: (580, "torch", "cu130")}
+# Major version of CUDA -> (its oldest driver by NVIDIA's release notes, the torch for it and its
+# index), ascending
+CUDA = {
+    11: (450, "torch==2.7.1", "cu118"),
+    12: (525, "torch", "cu126"),
+    13: (580, "torch", "cu130"),
+}
 
-State = tuple[str, str]  # `OK`, `MISSING` or `NOT_NEEDED`, and a sentence: what was found, or how to fix it
+# `OK`, `MISSING` or `NOT_NEEDED`, and a sentence: what was found, or how to fix it
+State = tuple[str, str]
 
 
 def check_torch(gpu: list[str] | None) -> State:
-    """Whether the installed torch fits the driver. gpu: name, driver and memory, as nvidia-smi says."""
+    """Whether the installed torch fits the driver. gpu: name, driver and memory, as nvidia-smi
+    says.
+    """
     build = torch_build()
     if not build:
         return MISSING, "pip install --editable . (in the repository's folder)"
@@ -51,18 +62,34 @@ def check_torch(gpu: list[str] | None) -> State:
     driver = int(gpu[1].split(".")[0])
     if cuda is not None and driver >= CUDA[cuda][0]:
         return OK, f"{installed}, driver {gpu[1]}"
-    needs = f"needs driver {CUDA[cuda][0]} or later, found {gpu[1]}" if cuda is not None else f"but there is {gpu[0]}"
+    needs = (
+        f"needs driver {CUDA[cuda][0]} or later, found {gpu[1]}"
+        if cuda is not None
+        else f"but there is {gpu[0]}"
+    )
     url = "https://download.pytorch.org/whl"
-    fits = [f"{torch} --index-url {url}/{name}" for least, torch, name in CUDA.values() if driver >= least]
+    fits = [
+        f"{torch} --index-url {url}/{name}"
+        for least, torch, name in CUDA.values()
+        if driver >= least
+    ]
     remedy = f"pip install --force-reinstall {fits[-1]}" if fits else "update the driver"
     return MISSING, f"{installed}, {needs}: {remedy}"
 
 
 def check_gpu(gpu: list[str] | None, weights_gb: float) -> State:
-    if gpu is None and shutil.which("nvidia-smi") is not None and nvidia_smi("--query-gpu=name") is None:
+    if (
+        gpu is None
+        and shutil.which("nvidia-smi") is not None
+        and nvidia_smi("--query-gpu=name") is None
+    ):
         return MISSING, "nvidia-smi fails or hangs: run it, and mend the driver"
     if gpu is None:
-        hidden = "" if os.environ.get(VISIBLE) is None else f" that {VISIBLE}={os.environ[VISIBLE]!r} shows"
+        hidden = (
+            ""
+            if os.environ.get(VISIBLE) is None
+            else f" that {VISIBLE}={os.environ[VISIBLE]!r} shows"
+        )
         suits = "is enough for a model of this size"
         if weights_gb > 1:
             suits = f"is slow, and its memory must hold {weights_gb:.0f} GB of weights"
@@ -76,7 +103,9 @@ def check_gpu(gpu: list[str] | None, weights_gb: float) -> State:
 
 
 def dtype_of(spec: ModelSpec, gpu: list[str] | None) -> tuple[str, str]:
-    """Return the dtype in which a run loads a model here, and why. Raises UserError if its config is not here."""
+    """Return the dtype in which a run loads a model here, and why. Raises UserError if its
+    config is not here.
+    """
     return choose_dtype(spec, "cpu" if gpu is None or spec.device == "cpu" else "cuda")
 
 
@@ -92,7 +121,9 @@ def check_dtype(specs: Collection[ModelSpec], gpu: list[str] | None) -> State:
 
 
 def check_attention(gpu: list[str] | None, fits: bool, spec: ModelSpec) -> State:
-    """The kernel that attention runs with the default settings of `model`. fits: torch fits the driver."""
+    """The kernel that attention runs with the default settings of `model`. fits: torch fits the
+    driver.
+    """
     if gpu is None:
         return OK, "sdpa runs PyTorch's flash attention for CPUs"
     if not fits:
@@ -108,11 +139,15 @@ def check_attention(gpu: list[str] | None, fits: bool, spec: ModelSpec) -> State
         dtype = UNNAMED
     part = torch.rand(1, 8, 1024, 128, device="cuda", dtype=getattr(torch, dtype))
     kernel = attention_kernel(attention_events(lambda: attend(part, part, part, is_causal=True)))
-    return OK, ". ".join([f"sdpa runs {kernel}", *machine_warnings(gpu[0], [kernel], float("nan"), dtype)])
+    return OK, ". ".join(
+        [f"sdpa runs {kernel}", *machine_warnings(gpu[0], [kernel], float("nan"), dtype)]
+    )
 
 
 def fault_of(spec: ModelSpec) -> UserError | None:
-    """Why a run could not load a model, its tokenizer or its weights; None if it could, as far as files tell."""
+    """Why a run could not load a model, its tokenizer or its weights; None if it could, as far
+    as files tell.
+    """
     try:
         read_config(spec)
         tokenizer_file(*tokenizer_of(spec))
@@ -127,13 +162,19 @@ def check_disk(absent: Sequence[ModelSpec]) -> State:
     """The disk for the files of models that are not here."""
     from huggingface_hub import constants
 
-    stored = [replace(spec, dtype="float32" if _preset(spec).pickled else "bfloat16") for spec in absent]
+    stored = [
+        replace(spec, dtype="float32" if _preset(spec).pickled else "bfloat16") for spec in absent
+    ]
     needed = 2 + sum(map(gigabytes_of, stored))
     cache = Path(constants.HF_HUB_CACHE)
     folder = next(parent for parent in (cache, *cache.parents) if parent.exists())
     free = shutil.disk_usage(folder).free / 1e9
     space = f"{free:.1f} GB free in {folder}, {needed:.0f} GB needed"  # 2 for LongBench and runs
-    return (OK, space) if free >= needed else (MISSING, f"{space}: export HF_HOME=FOLDER_ON_A_LARGER_DISK")
+    return (
+        (OK, space)
+        if free >= needed
+        else (MISSING, f"{space}: export HF_HOME=FOLDER_ON_A_LARGER_DISK")
+    )
 
 
 def check_token(absent: Sequence[ModelSpec]) -> State:
@@ -151,8 +192,16 @@ def check_model(spec: ModelSpec, fault: UserError | None) -> State:
         return OK, f"{spec.source} is here: config, tokenizer{'' if spec.is_dummy else ', weights'}"
     if not isinstance(fault, HubError):
         return MISSING, str(fault)
-    access = f"ask for access at https://huggingface.co/{spec.source}, then " if _preset(spec).gated else ""
-    return MISSING, f"{spec.source} is not in the cache: {access}lazyllm-bench fetch model={spec.name}, with a network"
+    access = (
+        f"ask for access at https://huggingface.co/{spec.source}, then "
+        if _preset(spec).gated
+        else ""
+    )
+    return (
+        MISSING,
+        f"{spec.source} is not in the cache: {access}lazyllm-bench fetch model={spec.name}, with a "
+        "network",
+    )
 
 
 def _preset(spec: ModelSpec) -> Preset:
@@ -165,7 +214,11 @@ def check_rows(runs: Sequence[RunConfig]) -> State:
     for run in runs:
         try:
             datasets, data = choose_data(run)  # refuses rows that are missing, as a run does
-            rows = 0 if data.dir is None else sum(len(one.examples) for one in read_rows(run, datasets, data))
+            rows = (
+                0
+                if data.dir is None
+                else sum(len(one.examples) for one in read_rows(run, datasets, data))
+            )
         except UserError as error:
             return MISSING, str(error)
         suite = suite_of(datasets)
@@ -173,9 +226,14 @@ def check_rows(runs: Sequence[RunConfig]) -> State:
             found.append(f"{rows} rows of {suite.name} are in {data.dir}")
         elif not suite.rows_here:
             if not suite.cached(data):
-                return MISSING, f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}"
+                return (
+                    MISSING,
+                    f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}",
+                )
             found.append(f"{suite.name} can be loaded")
-    return (OK, "; ".join(dict.fromkeys(found))) if found else (NOT_NEEDED, "the suite brings its own")
+    return (
+        (OK, "; ".join(dict.fromkeys(found))) if found else (NOT_NEEDED, "the suite brings its own")
+    )
 
 
 def gigabytes_of(spec: ModelSpec) -> float:
@@ -183,7 +241,9 @@ def gigabytes_of(spec: ModelSpec) -> float:
     try:
         config = read_config(replace(spec, load_format="dummy"))
         shape = LayerShape.of(SimpleNamespace(**config))
-        embeddings = config["vocab_size"] * shape.width * (1 if config.get("tie_word_embeddings") else 2)
+        embeddings = (
+            config["vocab_size"] * shape.width * (1 if config.get("tie_word_embeddings") else 2)
+        )
         weights = shape.linear_flops // 2 * config["num_hidden_layers"] + embeddings
     except (UserError, AttributeError, KeyError, TypeError):  # it is not here, or of a nested shape
         return 0
@@ -191,7 +251,9 @@ def gigabytes_of(spec: ModelSpec) -> float:
 
 
 def largest_gigabytes(runs: Sequence[RunConfig], gpu: list[str] | None) -> float:
-    """Return the `gigabytes_of` the largest model of the runs. A run's other models load in the dtype of its own."""
+    """Return the `gigabytes_of` the largest model of the runs. A run's other models load in the
+    dtype of its own.
+    """
     sizes = [0.0]
     for run in runs:
         for spec in models_of(run):
@@ -203,7 +265,9 @@ def largest_gigabytes(runs: Sequence[RunConfig], gpu: list[str] | None) -> float
 
 
 def first_gpu() -> list[str] | None:
-    """Name, driver, memory and id of the GPU that a run takes, as nvidia-smi says; None if there is none."""
+    """Name, driver, memory and id of the GPU that a run takes, as nvidia-smi says; None if there
+    is none.
+    """
     listed = nvidia_smi("--query-gpu=name,driver_version,memory.total,uuid") or []
     gpus = [[field.strip() for field in line.split(",")] for line in listed]
     visible = os.environ.get(VISIBLE)
@@ -216,17 +280,23 @@ def first_gpu() -> list[str] | None:
 
 
 def nvidia_smi(*query: str) -> list[str] | None:
-    """The lines that nvidia-smi answers; None if it is absent (ROCm, a bare container), fails or hangs."""
+    """The lines that nvidia-smi answers; None if it is absent (ROCm, a bare container), fails or
+    hangs.
+    """
     command = ["nvidia-smi", *query, "--format=csv,noheader"]
     try:
-        run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+        run = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return run.stdout.splitlines()
 
 
 def examine(arguments: Sequence[str]) -> dict[str, State]:
-    """The state of each thing that a run or a sweep needs, by its arguments. Raises UserError for unknown ones."""
+    """The state of each thing that a run or a sweep needs, by its arguments. Raises UserError
+    for unknown ones.
+    """
     runs = jobs_of(arguments)
     for run in runs:
         choose_data(run, check_rows=False)
@@ -249,7 +319,7 @@ def examine(arguments: Sequence[str]) -> dict[str, State]:
     for thing, check in checks.items():
         try:
             states[thing] = check()
-        except Exception as error:  # a broken driver or HF_HOME raises here: that is what the check reports
+        except Exception as error:  # from a broken driver or HF_HOME: the check reports it
             states[thing] = MISSING, f"could not be examined ({type(error).__name__}: {error})"
     return states
 
@@ -257,7 +327,9 @@ def examine(arguments: Sequence[str]) -> dict[str, State]:
 def main(arguments: Sequence[str]) -> int:
     """The command `doctor`. Returns the exit code."""
     parser = parser_of("doctor", __doc__)
-    parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run; default: model=llama2")
+    parser.add_argument(
+        "run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run; default: model=llama2"
+    )
     options = parser.parse_args(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's client is imported: nothing is downloaded
     states = examine(options.run or ["model=llama2"])

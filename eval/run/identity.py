@@ -12,10 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from eval.arms import Arm
 from eval.benchmarks.chat_format import ChatFormat
@@ -26,10 +25,13 @@ from lazyllm.machine import device_name, git_commit, version_of
 from lazyllm.methods import Method, by_name, code_of
 from lazyllm.methods.support.schedule import Schedule
 from lazyllm.models.checkpoint import gguf_of, title_of
+from lazyllm.models.config import as_device, load_config, load_end_ids, quantised_by
 from lazyllm.models.gguf_file import quantisation_of
 from lazyllm.models.gguf_file import sha256_of as sha256_of_file
-from lazyllm.models.load import as_device, load_config, load_end_ids, quantised_by
 from lazyllm.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score", "fuzzywuzzy")
 # The code that can change a number of any run
@@ -65,34 +67,50 @@ def code_sha256(parts: tuple[str, ...]) -> str:
     for part in parts:
         path = _ROOT / part
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(f"{file.relative_to(_ROOT).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+            digest.update(
+                f"{file.relative_to(_ROOT).as_posix()}\0".encode() + file.read_bytes() + b"\0"
+            )
     return digest.hexdigest()[:16]
 
 
 def _part(module: str) -> str:
-    """The file of a module, or the folder of the package that holds it: `lazyllm/methods/lazy.py`."""
+    """The file of a module, or the folder of the package that holds it:
+    `lazyllm/methods/lazy.py`.
+    """
     path = "/".join(module.split(".")[:3])
     return path if (_ROOT / path).is_dir() else f"{path}.py"
 
 
 def suite_code(module: str) -> str:
-    """`code_sha256` of a suite, by the module of one of its functions, and of what all suites share."""
+    """`code_sha256` of a suite, by the module of one of its functions, and of what all suites
+    share.
+    """
     return code_sha256((*(f"eval/benchmarks/{name}.py" for name in _SUITES), _part(module)))
 
 
 def method_code(name: str) -> str:
-    """A text that changes with the sources of a method's class and of all classes that it inherits from.
+    """A text that changes with the sources of a method's class and of all classes that it inherits
+    from.
 
-    `code_of` a package or a file of the user's, which counts whole, or the functions of a notebook's class; then
-    `code_sha256` of lazyllm's methods among these classes. Other classes of lazyllm are in `ENGINE`.
+    `code_of` a package or a file of the user's, which counts whole, or the functions of a
+    notebook's class; then `code_sha256` of lazyllm's methods among these classes. Other classes of
+    lazyllm are in `ENGINE`.
     """
     kinds = by_name(name).__mro__
-    shipped = {_part(kind.__module__) for kind in kinds if kind.__module__.startswith("lazyllm.methods.")}
+    shipped = {
+        _part(kind.__module__) for kind in kinds if kind.__module__.startswith("lazyllm.methods.")
+    }
     codes = [code_of(name)]
     if codes == [None] and not kinds[0].__module__.startswith("lazyllm."):
-        notebook = [part for kind in kinds if kind.__module__ == kinds[0].__module__ for part in vars(kind).values()]
+        notebook = [
+            part
+            for kind in kinds
+            if kind.__module__ == kinds[0].__module__
+            for part in vars(kind).values()
+        ]
         functions = [inspect.unwrap(part) for part in notebook if inspect.isfunction(part)]
-        own = [part for part in functions if part.__code__.co_filename != "<string>"]  # not those of `dataclass`
+        # not those of `dataclass`
+        own = [part for part in functions if part.__code__.co_filename != "<string>"]
         codes = [sha256_of([inspect.getsource(part) for part in own])[:16]]
     if methods := shipped - {*ENGINE}:
         codes.append(code_sha256(tuple(sorted(methods))))
@@ -113,7 +131,8 @@ def identity_of(
     suite_module: str,
     counts_cpu_time: bool,
 ) -> dict[str, Any]:
-    """What must agree for two visits of a run to share a folder. Arguments: as of `eval.run.prepare.Run`.
+    """What must agree for two visits of a run to share a folder. Arguments: as of
+    `eval.run.prepare.Run`.
 
     limit: tokens of a prompt.
     """
@@ -140,8 +159,12 @@ def _identify_data(config: RunConfig, rows: Sequence[LoadedDataset]) -> dict[str
     """What identifies rows and answers. `limit` is left out, so it may be raised."""
     longest = max(loaded.max_new_tokens for loaded in rows)
     identity: dict[str, Any] = {
-        "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in rows},
-        "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
+        "data": {
+            one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in rows
+        },
+        "max_new_tokens": config.max_new_tokens
+        if (config.max_new_tokens or longest) < longest
+        else None,
     }
     if config.subset == "by_length":  # equal for all who chose the same rows
         ids = {one.dataset.name: [example.id for example in one.examples] for one in rows}
@@ -149,12 +172,24 @@ def _identify_data(config: RunConfig, rows: Sequence[LoadedDataset]) -> dict[str
     return identity
 
 
-def _identify_chat(config: RunConfig, chat: ChatFormat, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What identifies the chat format: all that can change a number. Raises UserError if there is no template."""
-    about: dict[str, Any] = {"chat": config.model.chat or "none", "thinking_tokens": chat.thinking_tokens}
+def _identify_chat(
+    config: RunConfig, chat: ChatFormat, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """What identifies the chat format: all that can change a number. Raises UserError if there
+    is no template.
+    """
+    about: dict[str, Any] = {
+        "chat": config.model.chat or "none",
+        "thinking_tokens": chat.thinking_tokens,
+    }
     if chat.uses_template(tokenizer):
         today = chat.today if chat.reads_clock(tokenizer) else None
-        about |= {"chat": "auto", "chat_args": chat.template_args(tokenizer), "system": chat.system, "today": today}
+        about |= {
+            "chat": "auto",
+            "chat_args": chat.template_args(tokenizer),
+            "system": chat.system,
+            "today": today,
+        }
     return {key: value for key, value in about.items() if value}
 
 
@@ -175,7 +210,8 @@ def _identify_model(config: RunConfig, spec: ModelSpec) -> dict[str, Any]:
         "weights": f"random, seed {config.seed}" if spec.is_dummy else weights_sha256(spec),
         "end_ids": list(load_end_ids(spec)),
         "engine": code_sha256(ENGINE),
-        "versions": versions() | {package: importlib.metadata.version(package) for package in readers},
+        "versions": versions()
+        | {package: importlib.metadata.version(package) for package in readers},
         "device": device_name(device),
         "threads": (config.threads or torch.get_num_threads()) if device.type == "cpu" else None,
     }
@@ -201,11 +237,16 @@ def solved_parameters(arm: Arm, method: Method) -> dict[str, Any]:
     """{hyperparameter: value} of those that an arm's speedup gave."""
     names = [str(arm.kind.target_parameter)] if arm.solves else [*arm.kind.table1]
     values = {name: getattr(method, name) for name in names}
-    return {name: dict(value.keep) if isinstance(value, Schedule) else value for name, value in values.items()}
+    return {
+        name: dict(value.keep) if isinstance(value, Schedule) else value
+        for name, value in values.items()
+    }
 
 
 def provenance_of(device: str) -> dict[str, Any]:
-    """Where, when and with which code a run's first job ran: not part of the identity, without folders and hosts."""
+    """Where, when and with which code a run's first job ran: not part of the identity, without
+    folders and hosts.
+    """
     machine = {
         "device": device,
         "cpu": device_name(torch.device("cpu")),
@@ -214,18 +255,28 @@ def provenance_of(device: str) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cuda": torch.version.cuda,
     }
-    return {"git_commit": git_commit(), "versions": versions(), "machine": machine, "started": now()}
+    return {
+        "git_commit": git_commit(),
+        "versions": versions(),
+        "machine": machine,
+        "started": now(),
+    }
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of everything that determines the token ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    content = (
+        backend.to_str()
+        if backend is not None
+        else json.dumps(sorted(tokenizer.get_vocab().items()))
+    )
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def weights_sha256(spec: ModelSpec) -> str | None:
-    """SHA-256 of a GGUF file, or of a folder's config, and name, size and samples, not all 13 GB, of its weight files.
+    """SHA-256 of a GGUF file, or of a folder's config, and name, size and samples, not all 13 GB,
+    of its weight files.
 
     None for other hub ids, whose commit identifies them.
     """

@@ -1,7 +1,7 @@
 """The frame of every configured command: Hydra, logging, and the end after Ctrl-C.
 
-Ctrl-C raises KeyboardInterrupt, which closes the run's folder on its way out. Visits are safe at any moment
-(`eval.store.folder`), so a second Ctrl-C may end the process in the middle of that.
+Ctrl-C raises KeyboardInterrupt, which closes the run's folder on its way out. Visits are safe at
+any moment (`eval.store.folder`), so a second Ctrl-C may end the process in the middle of that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from eval.compose import CONF, check_arguments, compose_config, names, one_line, register, to_settings
+from eval.compose import (
+    CONF,
+    check_arguments,
+    compose_config,
+    names,
+    one_line,
+    register,
+    to_settings,
+)
 from eval.config import Config, RunConfig
 from eval.run.check import RUNS, check, check_writable
 from eval.settings import Settings
@@ -51,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         folder = _sweep_folder()
         check(config, folder)
         logging.info("loading torch and transformers")
-        from eval.run.loop import measure  # not at the top: imports torch, only after the arguments are checked
+        # not at the top: imports torch, only after the arguments are checked
+        from eval.run.loop import measure
         from eval.run.prepare import prepare
 
         finished.append(measure(prepare(config, folder)))
@@ -68,7 +77,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def start(work: Callable[[Config], object], arguments: Sequence[str], kind: type[Config] = RunConfig) -> None:
+def start(
+    work: Callable[[Config], object], arguments: Sequence[str], kind: type[Config] = RunConfig
+) -> None:
     """Do `work` once, or as a sweep through a Hydra launcher if there is an option such as -m.
 
     Raises UserError; SystemExit after Ctrl-C, once all files are closed.
@@ -87,8 +98,12 @@ def start(work: Callable[[Config], object], arguments: Sequence[str], kind: type
         raise SystemExit(INTERRUPTED) from None
 
 
-def _do(job_of: Callable[[DictConfig], object], arguments: Sequence[str], kind: type[Config]) -> None:
-    of_sweep = dict(argument.split("=", 1) for argument in arguments if argument.startswith("hydra.sweep.dir="))
+def _do(
+    job_of: Callable[[DictConfig], object], arguments: Sequence[str], kind: type[Config]
+) -> None:
+    of_sweep = dict(
+        argument.split("=", 1) for argument in arguments if argument.startswith("hydra.sweep.dir=")
+    )
     runs = Path(of_sweep.get("hydra.sweep.dir", RUNS))
     if {"-m", "--multirun"} & set(arguments):
         check_writable(runs)
@@ -101,21 +116,31 @@ def _do(job_of: Callable[[DictConfig], object], arguments: Sequence[str], kind: 
     try:
         _through_hydra(job_of, arguments, kind)
     finally:
-        (runs / "multirun.yaml").unlink(missing_ok=True)  # Hydra's; each run has its settings in run.json
+        # Hydra's; each run has its settings in run.json
+        (runs / "multirun.yaml").unlink(missing_ok=True)
 
 
 def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
-    """The settings of each job of a run or a sweep, as Hydra makes them. Raises UserError for what Hydra refuses."""
+    """The settings of each job of a run or a sweep, as Hydra makes them. Raises UserError for
+    what Hydra refuses.
+    """
     jobs: list[DictConfig] = []
-    own = [word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")]
-    if options := [word for word in own if word.startswith("-")]:  # --cfg, for one, is Hydra's of a run
+    own = [
+        word
+        for word in arguments
+        if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")
+    ]
+    if options := [
+        word for word in own if word.startswith("-")
+    ]:  # --cfg, for one, is Hydra's of a run
         raise UserError(f"{options[0]}: expected KEY=VALUE, such as limit=3, or -m")
     check_arguments(own)
     register(own)
     with TemporaryDirectory() as folder:  # Hydra writes the sweep's settings there
         quiet = ["hydra/hydra_logging=none", f"hydra.sweep.dir={folder}"]
         _through_hydra(jobs.append, ["-m", *own, *quiet])
-    return [to_settings(config) for config in jobs]  # not in Hydra's jobs, which print a line before an error
+    # not in Hydra's jobs, which print a line before an error
+    return [to_settings(config) for config in jobs]
 
 
 def _through_hydra(
@@ -142,12 +167,22 @@ def _sweep_folder() -> Path:
 
 @contextmanager
 def job() -> Iterator[None]:
-    """The context of a job. In a sweep an error is logged, the other jobs go on, and the sweep fails at its end."""
-    sweep = HydraConfig.get() if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN else None
+    """The context of a job. In a sweep an error is logged, the other jobs go on, and the sweep
+    fails at its end.
+    """
+    sweep = (
+        HydraConfig.get()
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+        else None
+    )
     if sweep is not None:
         os.chdir(sweep.runtime.cwd)  # Ray's workers start in another folder
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
+        level=logging.INFO,
+        format="%(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
     )
     for chatty in ("absl", "httpx", "httpx2", "datasets", "fontTools", "matplotlib", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -155,6 +190,12 @@ def job() -> Iterator[None]:
         yield
     except Exception as error:
         if sweep is not None:
-            logging.error("job failed (%s): %s: %s", " ".join(sweep.overrides.task), type(error).__name__, error)
-            traceback.clear_frames(error.__traceback__)  # Hydra keeps the error, whose frames hold the model
+            logging.error(
+                "job failed (%s): %s: %s",
+                " ".join(sweep.overrides.task),
+                type(error).__name__,
+                error,
+            )
+            # Hydra keeps the error, whose frames hold the model
+            traceback.clear_frames(error.__traceback__)
         raise

@@ -30,14 +30,15 @@ log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 10.0  # between lines of progress
 
-Untraced = dict[tuple[str, str], tuple[Prompt, set[str]]]  # {key of a prompt: it, and labels of arms}
+# {key of a prompt: it, and labels of arms}
+Untraced = dict[tuple[str, str], tuple[Prompt, set[str]]]
 
 
 def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
     """Measure what the run's folder does not hold yet, then make the table.
 
-    show: print the table. load: gives the model, if several runs share it. Raises UserError, before the model loads if
-    possible; FailedExamplesError if no arm has answered.
+    show: print the table. load: gives the model, if several runs share it. Raises UserError, before
+    the model loads if possible; FailedExamplesError if no arm has answered.
     """
     with open_store(run.folder, run.identity, run.about) as store:
         _check_prompts(run.prompts, store)
@@ -45,7 +46,12 @@ def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
         with open_trackers(run.config.tracker, _stored(run, store)) as trackers:
             missing, untraced = plan_visits(run, store), _untraced(run, store)
             done = len(run.prompts) - len(missing)
-            log.info("%s: %s, %d of them already measured", run.folder, counted(len(run.prompts), "example"), done)
+            log.info(
+                "%s: %s, %d of them already measured",
+                run.folder,
+                counted(len(run.prompts), "example"),
+                done,
+            )
             if missing or untraced:
                 from eval.run.bench import open_bench
 
@@ -68,8 +74,9 @@ def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
 def rotate(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
     """The arms in the order of a run's visit with this number, from 0.
 
-    It rotates with every second visit, and every other visit reverses it: in 2 visits each arm comes before any other
-    once and after it once, and in 2 k visits of k arms each arm has each place twice.
+    It rotates with every second visit, and every other visit reverses it: in 2 visits each arm
+    comes before any other once and after it once, and in 2 k visits of k arms each arm has each
+    place twice.
     """
     first = number // 2 % len(arms)
     order = (*arms[first:], *arms[:first])
@@ -77,7 +84,9 @@ def rotate(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
 
 
 def plan_visits(run: Run, store: RunStore) -> list[Visited]:
-    """The prompts that some arms have not answered, each with these arms and the baseline, in order."""
+    """The prompts that some arms have not answered, each with these arms and the baseline, in
+    order.
+    """
     planned: list[Visited] = []
     for number, prompt in enumerate(run.prompts):
         answered = store.answered(prompt.key)
@@ -100,14 +109,16 @@ def _check_prompts(prompts: Sequence[Prompt], store: RunStore) -> None:
         if any(visit.prompt_sha256 != prompt.sha256 for visit in store.visits.get(prompt.key, ())):
             where = "{}, row {}".format(*prompt.key)
             raise UserError(
-                f"{store.folder}: holds {where}, with another prompt than the current one; give another folder with "
-                "out=FOLDER"
+                f"{store.folder}: holds {where}, with another prompt than the current one; give "
+                "another folder with out=FOLDER"
             )
 
 
 @contextmanager
 def _noted(store: RunStore, examples: int) -> Iterator[None]:
-    """Store when a job begins and ends to measure, why it ended early, and the machine's load average at both times."""
+    """Store when a job begins and ends to measure, why it ended early, and the machine's load
+    average at both times.
+    """
 
     def end(error: str | None) -> None:
         store.note({"event": "end", "time": now(), "error": error, "load": os.getloadavg()})
@@ -126,7 +137,11 @@ def _noted(store: RunStore, examples: int) -> Iterator[None]:
 
 
 def _measure(
-    bench: Bench, planned: Sequence[Visited], warmup: int, store: RunStore, trackers: Sequence[Tracker]
+    bench: Bench,
+    planned: Sequence[Visited],
+    warmup: int,
+    store: RunStore,
+    trackers: Sequence[Tracker],
 ) -> None:
     """Store each visit as soon as it is made, and log the progress."""
     if not planned:
@@ -143,7 +158,9 @@ def _measure(
         time_now = time.monotonic()
         if time_now - last >= PROGRESS_EVERY_S or done == len(planned):
             last, each_s = time_now, (time_now - start) / done
-            progress = f"{done} of {len(planned)} examples ({visit.dataset}), {60 / each_s:.3g} a minute"
+            progress = (
+                f"{done} of {len(planned)} examples ({visit.dataset}), {60 / each_s:.3g} a minute"
+            )
             log.info("%s, ETA %.0f s", progress, each_s * (len(planned) - done))
 
 
@@ -156,12 +173,15 @@ def _trace(bench: Bench, run: Run, untraced: Untraced, store: RunStore) -> None:
         try:
             for trace in traces_of(bench, prompt, arms) if arms else ():
                 write_whole(_trace_file(store, prompt, trace.arm), trace.to_json())
-        except (RuntimeError, FloatingPointError) as error:  # out of memory: a trace has data of all layers
+        # out of memory, for example: a trace has data of all layers
+        except (RuntimeError, FloatingPointError) as error:
             log.warning("%s, row %s: no trace (%s)", *prompt.key, reason_of(error))
 
 
 def _untraced(run: Run, store: RunStore) -> Untraced:
-    """The prompts without the traces that the run asks for; the baseline's only if it is the only arm."""
+    """The prompts without the traces that the run asks for; the baseline's only if it is the
+    only arm.
+    """
     labels = {arm.label for arm in run.arms if arm.label != run.baseline or len(run.arms) == 1}
     untraced = Untraced()
     for _, prompts in groupby(run.prompts, key=lambda prompt: prompt.dataset.name):

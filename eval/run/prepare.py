@@ -6,10 +6,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from eval.arms import Arm, OutOfReachError, check_distinct, expand
 from eval.benchmarks.chat_format import ChatFormat
@@ -25,13 +24,18 @@ from lazyllm.errors import UserError
 from lazyllm.machine import device_name
 from lazyllm.measuring import memory_of
 from lazyllm.methods import Method, about_the_method, name_of
+from lazyllm.models.config import as_device, check_loading, load_end_ids, shape_of
 from lazyllm.models.dtype import choose_dtype
-from lazyllm.models.load import as_device, check_fits, check_loading, load_end_ids, load_tokenizer_of, shape_of
+from lazyllm.models.tokenizers import check_fits, load_tokenizer_of
 from lazyllm.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
-DEFAULT_THREADS = torch.get_num_threads()  # restored in a sweep, where an earlier job may have set its own number
+# restored in a sweep, where an earlier job may have set its own number
+DEFAULT_THREADS = torch.get_num_threads()
 
 Methods = Mapping[tuple[str, str], Method]  # {(label of an arm, name of a dataset): its method}
 
@@ -40,11 +44,13 @@ Methods = Mapping[tuple[str, str], Method]  # {(label of an arm, name of a datas
 class Run:
     """Prompts and arms, before anything is measured.
 
-    spec: the model, with the dtype in which it loads, and why that one. arms: in order, the baseline first.
-    methods: of each arm for each dataset. prompts: of all examples, in order. batch_size: answers that decode together.
-    skipped: (place, reason) of invalid rows that were left out. identity: what must agree for two visits to share a
-    folder. about: config and provenance, for run.json. counts_cpu_time: whether times are the process's CPU time: of
-    prompts that only measure time, by one thread of a CPU.
+    spec: the model, with the dtype in which it loads, and why that one. arms: in order, the
+        baseline first.
+    methods: of each arm for each dataset. prompts: of all examples, in order. batch_size: answers
+        that decode together.
+    skipped: (place, reason) of invalid rows that were left out. identity: what must agree for two
+    visits to share a folder. about: config and provenance, for run.json. counts_cpu_time: whether
+    times are the process's CPU time: of prompts that only measure time, by one thread of a CPU.
     """
 
     config: RunConfig
@@ -72,9 +78,8 @@ class Run:
 def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
     """The run that the settings ask for. Sets torch's threads.
 
-    runs: the folder in which it makes its own without `out`.
-    Raises UserError for what cannot be run; what is known without rows is refused first, as making them may take
-    minutes.
+    runs: the folder in which it makes its own without `out`. Raises UserError for what cannot be
+    run; what is known without rows is refused first, as making them may take minutes.
     """
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     datasets, data = choose_data(config, quiet=True)
@@ -88,9 +93,13 @@ def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
     log.info("reading %s", ", ".join(dataset.name for dataset in datasets))
     rows = read_rows(config, datasets, data)
     arms, methods = solve(config, datasets, suite.length(data), limit)
-    new_tokens = max(limit_of_answers(config, loaded.dataset, loaded.max_new_tokens) for loaded in rows)
+    new_tokens = max(
+        limit_of_answers(config, loaded.dataset, loaded.max_new_tokens) for loaded in rows
+    )
     memory = memory_of(device)
-    batch_size = fitting_batch(config.batch_size, spec, [*methods.values()], limit, new_tokens, memory)
+    batch_size = fitting_batch(
+        config.batch_size, spec, [*methods.values()], limit, new_tokens, memory
+    )
     prompts = make_prompts(config, rows, tokenizer, chat, data, limit, methods)
     threads = config.threads or torch.get_num_threads()
     counts_cpu_time = device.type == "cpu" and suite.tokenizer is not None and threads == 1
@@ -128,7 +137,11 @@ def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
 
 
 def _about(
-    config: RunConfig, spec: ModelSpec, datasets: Sequence[Dataset], rows: Sequence[LoadedDataset], device: str
+    config: RunConfig,
+    spec: ModelSpec,
+    datasets: Sequence[Dataset],
+    rows: Sequence[LoadedDataset],
+    device: str,
 ) -> dict[str, Any]:
     """What run.json holds besides the identity."""
     from eval.benchmarks.datasets import describe
@@ -139,7 +152,8 @@ def _about(
     return {
         "config": written,
         "provenance": provenance_of(device),
-        "examples": {loaded.dataset.name: loaded.total for loaded in rows},  # `limit` chooses from these
+        # `limit` chooses from these
+        "examples": {loaded.dataset.name: loaded.total for loaded in rows},
         **({"descriptions": descriptions} if descriptions else {}),
     }
 
@@ -159,7 +173,9 @@ def name_of_run(config: RunConfig, arms: Sequence[Arm]) -> str:
 
 
 def name_of_data(config: RunConfig, datasets: tuple[Dataset, ...]) -> str:
-    """The data, for people: a dataset, a task or a suite, or the number of datasets, and a suite's own subset."""
+    """The data, for people: a dataset, a task or a suite, or the number of datasets, and a
+    suite's own subset.
+    """
     suite = suite_of(datasets)
     tasks = {dataset.task for dataset in datasets}
     if len(datasets) == 1:
@@ -172,21 +188,27 @@ def name_of_data(config: RunConfig, datasets: tuple[Dataset, ...]) -> str:
 
 
 def limit_of_prompts(config: RunConfig, suite: Suite, data: DataSettings, positions: int) -> int:
-    """Tokens of a prompt; longer ones lose their middle. positions: the model's. Raises UserError."""
+    """Tokens of a prompt; longer ones lose their middle. positions: the model's. Raises
+    UserError.
+    """
     length = suite.length(data)
     if length is not None and length > positions:  # before the rows are made
         raise UserError(
-            f"{suite.name}: {length} tokens of prompt and answer exceed the model's {positions} positions: "
-            f"{suite.too_long_hint}"
+            f"{suite.name}: {length} tokens of prompt and answer exceed the model's {positions} "
+            f"positions: {suite.too_long_hint}"
         )
     limit = config.model.max_prompt_tokens or prompt_limit(positions)
     if limit > positions:
-        raise UserError(f"model.max_prompt_tokens={limit}: the model has {positions} positions: give fewer")
+        raise UserError(
+            f"model.max_prompt_tokens={limit}: the model has {positions} positions: give fewer"
+        )
     return limit
 
 
 def prompt_limit(positions: int) -> int:
-    """LongBench's limit for prompts of a model with N positions (its model2maxlen.json); the others are for answers."""
+    """LongBench's limit for prompts of a model with N positions (its model2maxlen.json); the
+    others are for answers.
+    """
     known = {4096: 3500, 8192: 7500, 16_384: 15_500, 32_768: 31_500}
     return known.get(positions) or max(positions // 2, (positions - 596) // 500 * 500)
 
@@ -198,7 +220,9 @@ def limit_of_answers(config: RunConfig, dataset: Dataset, most: int) -> int:
 
 
 def tokenizer_of_run(spec: ModelSpec, suite: Suite) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or that of a suite whose prompts measure time only. Raises UserError."""
+    """The model's tokenizer, or that of a suite whose prompts measure time only. Raises
+    UserError.
+    """
     if suite.tokenizer is not None:
         return suite.tokenizer(spec)
     tokenizer = load_tokenizer_of(spec)
@@ -210,9 +234,11 @@ def tokenizer_of_run(spec: ModelSpec, suite: Suite) -> PreTrainedTokenizerBase:
 def solve(
     config: RunConfig, datasets: Sequence[Dataset], length: int | None, limit: int | None
 ) -> tuple[tuple[Arm, ...], Methods]:
-    """The arms that can be measured on the model, in order, with their methods; others are left out, with a log line.
+    """The arms that can be measured on the model, in order, with their methods; others are left
+    out, with a log line.
 
-    length: tokens of prompt and answer, if the settings fix it. limit: tokens of a prompt. Raises UserError.
+    length: tokens of prompt and answer, if the settings fix it. limit: tokens of a prompt. Raises
+        UserError.
     """
     shape, column = shape_of(spec_of(config)), config.model.paper
     depth, found, unreachable = Depth.of(shape), list[Arm](), list[OutOfReachError]()
@@ -220,7 +246,10 @@ def solve(
     arms = [arm.at(depth) for arm in expand(config)]
     for arm in arms:
         try:
-            made = {(arm.label, one.name): arm.method(one, shape, column, length, limit) for one in datasets}
+            made = {
+                (arm.label, one.name): arm.method(one, shape, column, length, limit)
+                for one in datasets
+            }
         except OutOfReachError as error:
             log.warning("left out: %s", error)
             unreachable.append(error)
@@ -252,7 +281,10 @@ def make_prompts(
     model, spec = config.model, spec_of(config)
     positions = check_loading(spec).max_position_embeddings
     if None in (model.max_prompt_tokens, model.chat):
-        texts = ("it has no chat template: prompts are plain text", "prompts have its own chat template")
+        texts = (
+            "it has no chat template: prompts are plain text",
+            "prompts have its own chat template",
+        )
         has = f"has {positions} positions, so prompts beyond {limit} tokens lose their middle"
         log.info("%s: %s; %s", model.name, has, texts[chat.uses_template(tokenizer)])
     prompts = list[Prompt]()
@@ -275,8 +307,12 @@ def _build(
         yield build_prompt(example, loaded.dataset, tokenizer, limit, chat)
 
 
-def _check_prompt(prompt: Prompt, methods: Sequence[Method], positions: int, limit: int, suite: Suite) -> None:
-    """Refuse a prompt that a method cannot take, or that is too long with its answer. Raises UserError."""
+def _check_prompt(
+    prompt: Prompt, methods: Sequence[Method], positions: int, limit: int, suite: Suite
+) -> None:
+    """Refuse a prompt that a method cannot take, or that is too long with its answer. Raises
+    UserError.
+    """
     where, tokens = "{}, row {}".format(*prompt.key), len(prompt.token_ids)
     try:
         for method in methods:
@@ -293,8 +329,8 @@ def _check_prompt(prompt: Prompt, methods: Sequence[Method], positions: int, lim
     elif fits < 1:
         instead = "give a lower max_new_tokens or model.thinking_tokens"
     raise UserError(
-        f"{where}: {tokens} prompt tokens and up to {prompt.max_new_tokens} new ones exceed the model's {positions} "
-        f"positions: {instead}"
+        f"{where}: {tokens} prompt tokens and up to {prompt.max_new_tokens} new ones exceed the "
+        f"model's {positions} positions: {instead}"
     )
 
 

@@ -1,8 +1,10 @@
-"""Show prompts, or write rows in a suite's official format: lazyllm-bench rows dataset=NAME [limit=N] [out=FOLDER] ...
+"""Show prompts, or write rows in a suite's official format: lazyllm-bench rows dataset=NAME
+[limit=N] [out=FOLDER] ...
 
-Without out=FOLDER it prints the prompts of the first rows (one of each dataset without limit=N) and their gold answers.
-With it, FOLDER/<dataset>.jsonl has the rows of each dataset, in the format of its suite. No weights are loaded. Keys
-are those of lazyllm-bench run; a needle's rows depend on needle.*, model.tokenizer and model.chat.
+Without out=FOLDER it prints the prompts of the first rows (one of each dataset without limit=N) and
+their gold answers. With it, FOLDER/<dataset>.jsonl has the rows of each dataset, in the format of
+its suite. No weights are loaded. Keys are those of lazyllm-bench run; a needle's rows depend on
+needle.*, model.tokenizer and model.chat.
 """
 
 import json
@@ -23,12 +25,16 @@ def main(arguments: Sequence[str]) -> int:
     config = read(arguments)
     datasets, data = choose_data(config)
     if config.out is None:
-        from eval.run.prepare import prompts_of  # not at the top: imports torch, once the arguments are checked
+        # not at the top: imports torch, once the arguments are checked
+        from eval.run.prepare import prompts_of
 
         limit = config.limit or 1
         for prompt in prompts_of(config.model_copy(update={"limit": limit})):
             gold = " | ".join(prompt.example.answers)
-            print(f"{prompt.dataset.name}, row {prompt.example.id}: {len(prompt.token_ids)} tokens; gold: {gold}")
+            print(
+                f"{prompt.dataset.name}, row {prompt.example.id}: {len(prompt.token_ids)} tokens; "
+                f"gold: {gold}"
+            )
             print(prompt.text, end="\n\n")
         return 0
     for loaded in read_rows(config, datasets, data):

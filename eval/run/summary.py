@@ -16,7 +16,9 @@ log = logging.getLogger(__name__)
 
 
 def summarise(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bool) -> None:
-    """Write the run's table and its pictures into its folder, and show them in W&B. show: print the table too."""
+    """Write the run's table and its pictures into its folder, and show them in W&B. show: print
+    the table too.
+    """
     results, folder = Results([stored]), run.folder
     table = run_table(results, ", ".join([stored.model, run.title]))
     write_whole(folder / "summary.json", run_json(table, {**run.about, "identity": run.identity}))

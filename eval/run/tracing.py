@@ -15,7 +15,9 @@ from lazyllm.engine.decoder import importance_of_layers
 
 
 def traces_of(bench: Bench, prompt: Prompt, arms: Sequence[Arm]) -> Iterator[Trace]:
-    """Generate once more, and keep what visits leave out. Raises RuntimeError or FloatingPointError."""
+    """Generate once more, and keep what visits leave out. Raises RuntimeError or
+    FloatingPointError.
+    """
     model, tokenizer = bench.model, bench.tokenizer
     importance = importance_of_layers(model, prompt.token_ids)
     for arm in arms:
@@ -36,14 +38,18 @@ def traces_of(bench: Bench, prompt: Prompt, arms: Sequence[Arm]) -> Iterator[Tra
 
 
 def _name_selections(out: Generation) -> list[dict[int, list[int]]]:
-    """Return the selections, with key 0 for tokens that were chosen before the prefill: they enter layer 1."""
+    """Return the selections, with key 0 for tokens that were chosen before the prefill: they
+    enter layer 1.
+    """
     first, *later = out.selected
     is_selected_before = bool(first) and int(out.computed[0, 0]) < out.prompt_tokens
     return [{0: next(iter(first.values()))} if is_selected_before else first, *later]
 
 
 def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[str]:
-    """Each token's text: its span of the prompt if known, as decoding a single token loses the space before a word."""
+    """Each token's text: its span of the prompt if known, as decoding a single token loses the
+    space before a word.
+    """
     if prompt.spans is None:
         return [str(tokenizer.decode([token_id])) for token_id in prompt.token_ids]
     names: Any = tokenizer.convert_ids_to_tokens(list(prompt.token_ids))
@@ -55,7 +61,9 @@ def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list
 
 
 def _texts_of_answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[str]:
-    """The text that each token adds to the answer; a letter of several tokens belongs to the last."""
+    """The text that each token adds to the answer; a letter of several tokens belongs to the
+    last.
+    """
     shown, texts = "", []
     for end in range(1, len(token_ids) + 1):
         whole = str(tokenizer.decode(token_ids[:end]))

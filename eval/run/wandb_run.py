@@ -1,4 +1,5 @@
-"""A run in Weights & Biases: a W&B run for each arm, all in one group. Offline unless `tracker.mode=online`.
+"""A run in Weights & Biases: a W&B run for each arm, all in one group. Offline unless
+`tracker.mode=online`.
 
 An error of W&B never stops the run.
 
@@ -6,7 +7,8 @@ part of a W&B run   contents
 config              the run's config, identity and provenance, and the arm
 history             after each visit of this job: examples done, score and speedups so far
 per_example         a table, one row an example
-summary             each row of the arm in the run's table as `<dataset, task or all>/<column>`, with `_low` and `_high`
+summary             each row of the arm in the run's table as `<dataset, task or all>/<column>`,
+                    with `_low` and `_high`
 figures/<name>      the run's pictures; of the first arm only
 artifact            type `run`: visits, run.json, summary.*, traces; of the first arm only
 """
@@ -35,16 +37,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Nothing of machine, user and command line, and no samples of the system, which would disturb the timing
+# Nothing of machine, user and command line, and no samples of the system, which would disturb the
+# timing
 SETTINGS: dict[str, Any] = {
-    "host": "", "console": "off", "disable_git": True, "disable_code": True, "save_code": False, "symlink": False,
-    "x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True, "x_save_requirements": False,
+    "host": "", "console": "off", "disable_git": True, "disable_code": True, "save_code": False,
+    "symlink": False,
+    "x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True,
+    "x_save_requirements": False,
     "init_timeout": 15.0, "finish_timeout": 120.0, "finish_timeout_raises": True,
 }  # fmt: skip
 
 
 def _harmless(method: Callable[..., None]) -> Callable[..., None]:
-    """The method of a tracker, which does nothing without W&B, nor after the first call that fails."""
+    """The method of a tracker, which does nothing without W&B, nor after the first call that
+    fails.
+    """
 
     def call(self: Tracker, *arguments: Any) -> None:
         try:
@@ -59,7 +66,9 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass
 class Tracker:
-    """Shows an arm in W&B while that works. number: the arm's, from 0. sums: over this job's visits with its answer."""
+    """Shows an arm in W&B while that works. number: the arm's, from 0. sums: over this job's
+    visits with its answer.
+    """
 
     run: StoredRun
     arm: StoredArm
@@ -80,7 +89,9 @@ class Tracker:
             dir=str(self.run.folder.absolute()),
             id=f"{about['fingerprint']}-{self.number}",  # so a resumed run has the same W&B runs
             name=f"{self.run.model}, {self.arm.name}",
-            group=os.environ.get("WANDB_RUN_GROUP") or about["config"].get("label") or self.run.folder.name,
+            group=os.environ.get("WANDB_RUN_GROUP")
+            or about["config"].get("label")
+            or self.run.folder.name,
             job_type="run",
             config=json.loads(json.dumps(values, default=str)),
             resume="allow",
@@ -94,7 +105,9 @@ class Tracker:
 
     @_harmless
     def visit(self, visit: Visit) -> None:
-        """Show a new visit: means and speedups over this job's visits so far, all with the same weight."""
+        """Show a new visit: means and speedups over this job's visits so far, all with the same
+        weight.
+        """
         from eval.store.frame import numbers_of  # not at the top: it imports pandas
 
         answers = {label: numbers_of(visit, answer) for label, answer in visit.answers.items()}
@@ -105,7 +118,9 @@ class Tracker:
         sums["examples"] += 1
         for name in ("score", "pct_prompt_tokens_computed"):
             sums[name] += own[name]
-        shown = {name: sums[name] / sums["examples"] for name in ("score", "pct_prompt_tokens_computed")}
+        shown = {
+            name: sums[name] / sums["examples"] for name in ("score", "pct_prompt_tokens_computed")
+        }
         for name, speedup in {"ttft_s": "ttft_speedup", "total_s": "generation_speedup"}.items():
             if reference is not None:
                 sums[name] += own[name]
@@ -117,16 +132,28 @@ class Tracker:
 
     @_harmless
     def finish(self, results: Results, table: Table, pictures: Sequence[Path]) -> None:
-        """Show the arm's rows of the run's table, and every answer. results: of this run. pictures: PNG files."""
+        """Show the arm's rows of the run's table, and every answer. results: of this run.
+        pictures: PNG files.
+        """
         from eval.analysis.run_table import row_name  # not at the top: it imports pandas
 
         rows: Any = table.frame[table.frame["method"] == row_name(self.arm)]
         named = rows.assign(name=rows["name"].where(rows["kind"] != "all", "all"))
-        values = named.drop(columns=["run", "kind", "task", "method"]).astype(object).melt("name").dropna()
-        self._run.summary.update({f"{name}/{column}": value for name, column, value in values.itertuples(index=False)})
+        values = (
+            named.drop(columns=["run", "kind", "task", "method"])
+            .astype(object)
+            .melt("name")
+            .dropna()
+        )
+        self._run.summary.update(
+            {f"{name}/{column}": value for name, column, value in values.itertuples(index=False)}
+        )
         self._run.log({"per_example": self._per_example(results)})
         if self.number == 0:  # what belongs to all arms
-            artifact, folder = self._wandb.Artifact(f"run-{self.run.about['fingerprint']}", type="run"), self.run.folder
+            artifact, folder = (
+                self._wandb.Artifact(f"run-{self.run.about['fingerprint']}", type="run"),
+                self.run.folder,
+            )
             for pattern in ("run.json", "visits*.jsonl*", "summary.*", "traces/*.json"):
                 for file in folder.glob(pattern):
                     artifact.add_file(str(file), file.relative_to(folder).as_posix())
@@ -151,7 +178,10 @@ class Tracker:
         """End the W&B run."""
         self._run.finish(exit_code=exit_code)
         if self._run.offline:
-            log.info("W&B was offline; send it with  wandb sync %s", os.path.relpath(Path(self._run.dir).parent))
+            log.info(
+                "W&B was offline; send it with  wandb sync %s",
+                os.path.relpath(Path(self._run.dir).parent),
+            )
 
 
 @contextmanager

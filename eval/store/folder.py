@@ -1,15 +1,15 @@
 """A run's folder: visits appended one by one, and an identity that keeps different runs apart.
 
-run.json        the run's identity and fingerprint, its config, and where it ran (`eval.run.identity`)
+run.json        the run's identity and fingerprint, its config and machine (`eval.run.identity`)
 examples.json   {dataset: ids of the examples that the run's last job planned}
 visits.jsonl    one `Visit` per line, flushed to disk when all arms have answered its example
 jobs.jsonl      when each job began and ended, how it ended, and the machine's load average
 traces          one `Trace` per file, of an example under an arm
 summary.*       made from the visits at the end (`eval.analysis.run_table`)
 
-A committed campaign holds visits.jsonl.gz, which readers take as it is. A job that resumes the run removes what a kill
-left incomplete, and sets damaged lines aside in a file beside, such as visits.jsonl.damaged-1. Readers change nothing
-and refuse damage.
+A committed campaign holds visits.jsonl.gz, which readers take as it is. A job that resumes the run
+removes what a kill left incomplete, and sets damaged lines aside in a file beside, such as
+visits.jsonl.damaged-1. Readers change nothing and refuse damage.
 """
 
 import gzip
@@ -43,7 +43,9 @@ NO_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 def job_event(line: bytes) -> dict[str, Any]:
-    """A line of jobs.jsonl: "event", which is begin or end, its "time", and more. Raises one of `NO_LINE`."""
+    """A line of jobs.jsonl: "event", which is begin or end, its "time", and more. Raises one of
+    `NO_LINE`.
+    """
     values = json.loads(line)
     if values["event"] not in ("begin", "end"):
         raise ValueError(f"event is {values['event']!r}, not begin or end")
@@ -81,13 +83,15 @@ class RunStore:
         return {label for visit in self.visits.get(key, ()) for label in visit.answers}
 
     def append(self, visit: Visit) -> None:
-        """Write the visit to the disk, where it survives a kill or a power failure. Raises UserError if it cannot."""
+        """Write the visit to the disk, where it survives a kill or a power failure. Raises
+        UserError if it cannot.
+        """
         _append_line(self._files["visits"], visit.to_json())
         self.visits.setdefault(visit.key, []).append(visit)
 
     def plan(self, keys: Iterable[tuple[str, str]]) -> None:
-        """List the examples that the job plans, then others in the folder from a wider run. Raises UserError if visits
-        are missing and cannot be appended."""
+        """List the examples that the job plans, then others in the folder from a wider run. Raises
+        UserError if visits are missing and cannot be appended."""
         planned = dict.fromkeys([*keys, *self.visits])
         if not self.visits.keys() >= planned.keys():
             self.check_appends()
@@ -100,21 +104,27 @@ class RunStore:
         """Raise UserError if the visits are compressed."""
         for file in files_of(self.folder, "visits"):
             if file.suffix == ".gz":
-                raise UserError(f"{file}: a job cannot append to it: gunzip it, or give another folder with out=FOLDER")
+                raise UserError(
+                    f"{file}: a job cannot append to it: gunzip it, or give another folder with "
+                    "out=FOLDER"
+                )
 
     def note(self, event: dict[str, Any]) -> None:
-        """Record the begin or end of a job. Raises UserError as `check_appends`, and for a full disk."""
+        """Record the begin or end of a job. Raises UserError as `check_appends`, and for a full
+        disk.
+        """
         self.check_appends()
         _append_line(self._files["jobs"], json.dumps(event))
 
 
 @contextmanager
 def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> Iterator[RunStore]:
-    """Open the store in `folder` (created if missing) and lock it against other processes until the block ends.
+    """Open the store in `folder` (created if missing) and lock it against other processes until the
+    block ends.
 
-    identity: as in JSON; decides whether visits belong together. about: config and provenance, for people.
-    Raises UserError if another process works in the folder, if it holds a run with another identity, or visits without
-    run.json.
+    identity: as in JSON; decides whether visits belong together. about: config and provenance, for
+    people. Raises UserError if another process works in the folder, if it holds a run with another
+    identity, or visits without run.json.
     """
     with _locked(folder / ".lock"):
         with suppress(OSError):
@@ -122,8 +132,15 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any]) ->
                 partial.unlink(missing_ok=True)
         if not (folder / "run.json").exists():
             if files_of(folder, "visits"):
-                raise UserError(f"{folder}: holds visits but no run.json; give another folder with out=FOLDER")
-            content = {"schema": VERSION, "fingerprint": fingerprint(identity), "identity": identity, **about}
+                raise UserError(
+                    f"{folder}: holds visits but no run.json; give another folder with out=FOLDER"
+                )
+            content = {
+                "schema": VERSION,
+                "fingerprint": fingerprint(identity),
+                "identity": identity,
+                **about,
+            }
             write_whole(folder / "run.json", json.dumps(content, indent=2, default=str) + "\n")
         content = read_about(folder / "run.json")
         check_same(folder, "run", content["identity"], identity)
@@ -138,16 +155,26 @@ def _locked(file: Path) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     except OSError as error:
-        raise UserError(f"{file.parent}: cannot be written ({error}); give another with out=FOLDER") from error
+        raise UserError(
+            f"{file.parent}: cannot be written ({error}); give another with out=FOLDER"
+        ) from error
     try:
         lock.acquire()
     except Timeout as error:
         last = read_jobs(file.parent)[-1:]
         jobs = [event for event in last if event["event"] == "begin"]
-        others = [f"process {job['process']} on {job['host']} since {job['time']}" for job in jobs] or ["preparing"]
-        raise UserError(f"{file.parent}: another process is working in this run folder ({others[0]})") from error
+        others = [
+            f"process {job['process']} on {job['host']} since {job['time']}" for job in jobs
+        ] or ["preparing"]
+        raise UserError(
+            f"{file.parent}: another process is working in this run folder ({others[0]})"
+        ) from error
     except OSError as error:  # some cluster file systems do not support locks
-        log.warning("%s: cannot be locked (%s); make sure that only one process works in it", file.parent, error)
+        log.warning(
+            "%s: cannot be locked (%s); make sure that only one process works in it",
+            file.parent,
+            error,
+        )
     try:
         yield
     finally:
@@ -165,16 +192,20 @@ def _append_line(file: Path, line: str) -> None:
             os.fsync(opened.fileno())
     except OSError as error:
         if before is not None:
-            with suppress(OSError):  # if this fails too, the incomplete line is removed when the run is resumed
+            with suppress(
+                OSError
+            ):  # if this fails too, the incomplete line is removed when the run is resumed
                 os.truncate(file, before)
         raise UserError(
-            f"{file}: the line could not be written ({error}). Those before it are safe: free some disk space, then "
-            "run the same command again"
+            f"{file}: the line could not be written ({error}). Those before it are safe: free some "
+            "disk space, then run the same command again"
         ) from error
 
 
 def _mend(file: Path, name: str) -> None:
-    """Set a file's bad lines aside, into a new one, and remove a last line that is incomplete. Raises UserError."""
+    """Set a file's bad lines aside, into a new one, and remove a last line that is incomplete.
+    Raises UserError.
+    """
     lines = _lines(file, name)
     if bad := [line for line in lines if line.fault is not None]:
         names = (file.with_name(f"{file.name}.damaged-{number}") for number in count(1))
@@ -182,7 +213,9 @@ def _mend(file: Path, name: str) -> None:
         write_whole(aside, b"".join(line.data + b"\n" for line in bad))
         shown = [f"line {line.number}: {line.fault}" for line in bad]
         about = "; ".join(shown[:3] + ["..."] * (len(shown) > 3))
-        log.warning("%s: damaged lines are set aside in %s: %d (%s)", file, aside.name, len(shown), about)
+        log.warning(
+            "%s: damaged lines are set aside in %s: %d (%s)", file, aside.name, len(shown), about
+        )
     good = b"".join(line.data + b"\n" for line in lines if line.fault is None)
     if good != _data(file):
         write_whole(file, good)
@@ -204,7 +237,9 @@ def read_jobs(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_planned(folder: Path) -> list[tuple[str, str]] | None:
-    """(dataset, id) of the examples that the run's last job planned; None without its list. Raises UserError."""
+    """(dataset, id) of the examples that the run's last job planned; None without its list.
+    Raises UserError.
+    """
     file = folder / PLANNED
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -212,11 +247,15 @@ def read_planned(folder: Path) -> list[tuple[str, str]] | None:
     except FileNotFoundError:
         return None
     except (OSError, *NO_LINE) as error:
-        raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error}); remove it") from error
+        raise UserError(
+            f"{file}: cannot be read ({type(error).__name__}: {error}); remove it"
+        ) from error
 
 
 def files_of(folder: Path, name: str) -> list[Path]:
-    """The files of a run's "visits" or "jobs" that are there, the gzipped one of a campaign first."""
+    """The files of a run's "visits" or "jobs" that are there, the gzipped one of a campaign
+    first.
+    """
     return [file for end in (".jsonl.gz", ".jsonl") if (file := folder / f"{name}{end}").exists()]
 
 
@@ -230,9 +269,11 @@ class _Line:
 
 
 def _lines(file: Path, name: str) -> list[_Line]:
-    """The lines of a file of one kind of `_PARSE` that are not blank. Raises UserError if it cannot be read.
+    """The lines of a file of one kind of `_PARSE` that are not blank. Raises UserError if it cannot
+    be read.
 
-    A last line without its newline counts if it can be parsed: an incomplete one is not JSON, and is left out.
+    A last line without its newline counts if it can be parsed: an incomplete one is not JSON, and
+        is left out.
     """
     lines: list[_Line] = []
     whole = _data(file).split(b"\n")
@@ -255,8 +296,9 @@ def _sound_lines(folder: Path, name: str) -> list[_Line]:
     for line in lines:
         if line.fault is not None:
             raise UserError(
-                f"{line.file}:{line.number}: {line.fault}. Nothing was changed: run the run's command again, which "
-                "sets such lines aside and measures their examples. Or start a new run with out=FOLDER"
+                f"{line.file}:{line.number}: {line.fault}. Nothing was changed: run the run's "
+                "command again, which sets such lines aside and measures their examples. Or start "
+                "a new run with out=FOLDER"
             )
     return lines
 
@@ -265,15 +307,20 @@ def _data(file: Path) -> bytes:
     try:
         return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{file}: cannot be read ({error}); fix that, or start a new run with out=FOLDER") from error
+        raise UserError(
+            f"{file}: cannot be read ({error}); fix that, or start a new run with out=FOLDER"
+        ) from error
 
 
 def check_same(folder: Path, kind: str, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise UserError, with the differences, if a folder's run or study has another identity than the current one."""
+    """Raise UserError, with the differences, if a folder's run or study has another identity
+    than the current one.
+    """
     if before != now:
         raise UserError(
-            f"{folder}: holds a {kind} that differs ({'; '.join(_differences(before, now))}). Their visits cannot be "
-            "mixed: give another folder with out=FOLDER, or omit out= for a new one"
+            f"{folder}: holds a {kind} that differs ({'; '.join(_differences(before, now))}). "
+            "Their visits cannot be mixed: give another folder with out=FOLDER, or omit out= for "
+            "a new one"
         )
 
 
@@ -286,22 +333,26 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
 
 
 def read_about(file: Path) -> dict[str, Any]:
-    """The content of a run.json. Raises UserError if it is missing, damaged, or written by another version."""
+    """The content of a run.json. Raises UserError if it is missing, damaged, or written by
+    another version.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         version = content["schema"]
         if not isinstance(content["identity"], dict):
             raise TypeError(f"identity is {_short(content['identity'])}")
-        add_own(content.get("descriptions", {}))  # a user's own datasets, which visits and tables then name
+        # a user's own datasets, which visits and tables then name
+        add_own(content.get("descriptions", {}))
     except (OSError, *NO_LINE) as error:
         raise UserError(
-            f"{file}: cannot be read as a run's description ({type(error).__name__}: {error}). Nothing was changed: "
-            "copy the run.json of another run of the same command there, or start a new run with out=FOLDER"
+            f"{file}: cannot be read as a run's description ({type(error).__name__}: {error}). "
+            "Nothing was changed: copy the run.json of another run of the same command there, or "
+            "start a new run with out=FOLDER"
         ) from error
     if version != VERSION:
         raise UserError(
-            f"{file}: written with schema {version} (another version of lazyllm-bench), this version reads {VERSION}: "
-            "run it again with another out=FOLDER"
+            f"{file}: written with schema {version} (another version of lazyllm-bench), this "
+            f"version reads {VERSION}: run it again with another out=FOLDER"
         )
     return content
 

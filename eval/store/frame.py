@@ -1,4 +1,5 @@
-"""The frame of a run: a row for each arm's answer in each visit, with the numbers that follow from what is stored.
+"""The frame of a run: a row for each arm's answer in each visit, with the numbers that follow from
+what is stored.
 
 A new number that follows from stored ones is a line in `derive`, also for old runs.
 """
@@ -26,8 +27,10 @@ DERIVED = (
 )
 MEASURED = (*SCALES, *DERIVED)  # the numbers of an answer
 COLUMNS = [
-    "model", "paper_model", "run", "folder", "arm", "method", "settings", "label", "speedup", "seed", "is_baseline",
-    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "visit", "counts", *MEASURED, "token_s",
+    "model", "paper_model", "run", "folder", "arm", "method", "settings", "label", "speedup",
+    "seed", "is_baseline",
+    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "visit", "counts", *MEASURED,
+    "token_s",
 ]  # fmt: skip
 
 

@@ -1,8 +1,10 @@
-"""A visit: an example, answered by all arms of a run one after the other. A line of the store, and its schema.
+"""A visit: an example, answered by all arms of a run one after the other. A line of the store, and
+its schema.
 
-What can be derived from these numbers is not stored: `eval.store.frame` derives it, also for old runs. A new measured
-number is a field of `Answer`, with a default for the visits that lack it, and a value in `eval.run.answer`. Every field
-of `Answer` that is a number is a column of the frame, under its own name.
+What can be derived from these numbers is not stored: `eval.store.frame` derives it, also for old
+runs. A new measured number is a field of `Answer`, with a default for the visits that lack it, and
+a value in `eval.run.answer`. Every field of `Answer` that is a number is a column of the frame,
+under its own name.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ PROMPT_END = 600  # characters at a prompt's end that a visit keeps, for people 
 
 
 class Record(BaseModel):
-    """A part of a line: exact types (1 is not text, true is not a number), finite numbers, no unknown fields."""
+    """A part of a line: exact types (1 is not text, true is not a number), finite numbers, no
+    unknown fields.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -31,32 +35,42 @@ def _percent(default: Any = ...) -> Any:
 
 
 class Answer(Record):
-    """An arm's answer: its text and score, its times in seconds, its cost, and its distance to the baseline's answer.
+    """An arm's answer: its text and score, its times in seconds, its cost, and its distance to the
+    baseline's answer.
 
-    text: the scored answer, before the first-line rule of some datasets; None in records that leave out the texts
-        (`scripts.dev.records`). token_ids: its tokens, which are all 0 there.
-    score: the dataset's metric, 0 to 1; None without one. rouge_l: rouge-score's ROUGE-L if the metric is ROUGE.
+    text: the scored answer, before the first-line rule of some datasets; None in records that leave
+        out the texts (`scripts.dev.records`). token_ids: its tokens, which are all 0 there.
+    score: the dataset's metric, 0 to 1; None without one. rouge_l: rouge-score's ROUGE-L if the
+        metric is ROUGE.
 
-    ttft_s, scoring_s, decode_step_s: as in `lazyllm.Generation`; the steps are None if other answers decoded in them
-        (`batch_size`).
+    ttft_s, scoring_s, decode_step_s: as in `lazyllm.Generation`; the steps are None if other
+        answers decoded in them (`batch_size`).
 
     scoring_tokens: prompt tokens that any model computed before the method's prefill.
     computed: [steps][groups] distinct prompt tokens that each layer of a group has computed so far.
     group_layers: the number of layers of each group, the first layers first.
-    revived_tokens: tokens that earlier steps had left out of a layer and a later step computed, mean over layers.
-    kv_bytes, aux_bytes: of stored tokens, and of tokens that may be revived, at the end (`lazyllm.Generation`).
-    peak_memory_bytes: the device's (the process's on CPU), weights included, without those of other arms' models.
-    prefill_flops: of the tokens that each layer computed in prefill, and of scoring (`lazyllm.engine.flops`).
-    prefill_mfu: model FLOPs utilisation, 0 to 1: `prefill_flops` / `ttft_s` over the peak of a known accelerator, or on
+    revived_tokens: tokens that earlier steps had left out of a layer and a later step computed,
+        mean over layers.
+    kv_bytes, aux_bytes: of stored tokens, and of tokens that may be revived, at the end
+        (`lazyllm.Generation`).
+    peak_memory_bytes: the device's (the process's on CPU), weights included, without those of other
+        arms' models.
+    prefill_flops: of the tokens that each layer computed in prefill, and of scoring
+        (`lazyllm.engine.flops`).
+    prefill_mfu: model FLOPs utilisation, 0 to 1: `prefill_flops` / `ttft_s` over the peak of a
+        known accelerator, or on
         a CPU over the rate of a matrix product that the run measured; None for other devices.
 
-    The rest compares with the baseline's answer of the same visit, and is None for the baseline and without one:
+    The rest compares with the baseline's answer of the same visit, and is None for the baseline and
+    without one:
     kl: KL(baseline || arm) in nats of the first token's distribution.
     top1_agrees: 1 if both have the same most likely first token, else 0.
     leading_tokens: number of leading tokens that the two answers share.
-    edit_similarity: 0 to 1, of the two lists of tokens (1 - Levenshtein distance / length of the longer one).
+    edit_similarity: 0 to 1, of the two lists of tokens (1 - Levenshtein distance / length of the
+        longer one).
     same_answer: 1 if the two are equal, else 0.
-    answer_kl, answer_log_likelihood: with `fidelity=answer`, of the baseline's answer fed to the arm: mean KL per
+    answer_kl, answer_log_likelihood: with `fidelity=answer`, of the baseline's answer fed to the
+        arm: mean KL per
         token, and log-likelihood per token minus the baseline's.
     gold_kl, gold_log_likelihood: the same of the gold answer.
     """
@@ -101,7 +115,8 @@ def _scales() -> dict[str, float]:
     for name, field in Answer.model_fields.items():
         if str(Answer.__annotations__[name]) in numbers:
             extra = field.json_schema_extra
-            scales[name] = extra["scale"] if isinstance(extra, Mapping) else 1  # type: ignore[assignment]
+            scale = extra["scale"] if isinstance(extra, Mapping) else 1
+            scales[name] = float(scale)  # type: ignore[arg-type]  # the declared scale is a number
     return scales
 
 
@@ -120,24 +135,29 @@ def _kind(value: Any) -> str:
     return "failure" if failed else "answer"
 
 
-Outcome = Annotated[Annotated[Answer, Tag("answer")] | Annotated[Failure, Tag("failure")], Discriminator(_kind)]
+Outcome = Annotated[
+    Annotated[Answer, Tag("answer")] | Annotated[Failure, Tag("failure")], Discriminator(_kind)
+]
 
 
 class Visit(Record):
     """An example and what the arms answered, within seconds of each other.
 
     groups: of the example, such as "length=8k+". gold: the gold answers.
-    prompt_sha256: of the prompt's token ids. prompt_tokens: their number; uncut_tokens: before its middle was cut out.
+    prompt_sha256: of the prompt's token ids. prompt_tokens: their number; uncut_tokens: before its
+        middle was cut out.
     prompt_end: the prompt's last `PROMPT_END` characters.
     order: the labels of the arms in the order in which they were measured.
-    kernel: the attention kernel of the baseline's prefill (of the first arm's without one), by its operators at
+    kernel: the attention kernel of the baseline's prefill (of the first arm's without one), by its
+        operators at
         warm-up.
-    attention_ceiling: the ideal speedup of the prompt's prefill without attention, which no method that skips only
-        attention exceeds.
+    attention_ceiling: the ideal speedup of the prompt's prefill without attention, which no method
+        that skips only attention exceeds.
     arms: {label of an arm: its answer, or why it could not answer}.
 
-    An example has several visits if an arm failed: a later one holds the baseline again, for the clock, and the arms
-    that had no answer. An arm's answer counts in its first visit only; ratios are made within one visit only.
+    An example has several visits if an arm failed: a later one holds the baseline again, for the
+    clock, and the arms that had no answer. An arm's answer counts in its first visit only; ratios
+    are made within one visit only.
     """
 
     dataset: str
@@ -187,7 +207,9 @@ class Visit(Record):
 
 
 def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
-    """(group_layers, computed) of [steps, layers] counts: neighbouring layers with equal counts form a group."""
+    """(group_layers, computed) of [steps, layers] counts: neighbouring layers with equal counts
+    form a group.
+    """
     differs = (computed[:, 1:] != computed[:, :-1]).any(axis=0)
     first = np.concatenate([[0], 1 + np.flatnonzero(differs)])
     layers = np.diff(np.append(first, computed.shape[1]))

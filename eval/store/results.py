@@ -1,4 +1,5 @@
-"""Stored runs that share tables, with the frames behind tables, figures and reports. No model is needed.
+"""Stored runs that share tables, with the frames behind tables, figures and reports. No model is
+needed.
 
 Runs share a table if their identities agree in everything but arms, data and seed (`share`).
 """
@@ -47,15 +48,15 @@ class Results:
         """A row for each arm's answer in each visit of each run.
 
         model, paper_model (missing: the paper has no such model), run (the fingerprint), folder,
-        arm (its label in the run), method, settings (canonical JSON of speedup and hyperparameters),
-        label (the same for people), speedup (missing for none, "table1" for the paper's), seed,
-        is_baseline, dataset, task, suite, id, groups (of `Example`, a list), prompt_tokens, visit
-        (from 0, of the example), counts; then `eval.store.frame.MEASURED`, and token_s, the seconds
-        to each token (None if steps were not timed). Scores are 0 to 100.
+        arm (its label in the run), method, settings (canonical JSON of speedup and
+        hyperparameters), label (the same for people), speedup (missing for none, "table1" for the
+        paper's), seed, is_baseline, dataset, task, suite, id, groups (of `Example`, a list),
+        prompt_tokens, visit (from 0, of the example), counts; then `eval.store.frame.MEASURED`, and
+        token_s, the seconds to each token (None if steps were not timed). Scores are 0 to 100.
 
         counts: whether tables count the row: the first answer of its arm in its run, and of several
         runs of a setting and seed that with most examples of the dataset, then the newest
-        (`choices`). The others serve `beside` only. Raises UserError.
+        (`choices`). The others serve `match_baselines` only. Raises UserError.
         """
         import pandas as pd
 
@@ -89,7 +90,7 @@ class Results:
         """A sentence for each run whose answers do not count, as another run has more or newer."""
         lost: Any = self.superseded[~self.superseded["is_baseline"]]
         return [
-            f"{', '.join(rows['label'].unique())} ({_few(rows['dataset'].unique())}): measured in "
+            f"{'; '.join(rows['label'].unique())} ({_few(rows['dataset'].unique())}): measured in "
             f"{folder} and in {other}; tables count {other}, which has more examples or is newer "
             "(--where KEY=VALUE chooses)"
             for (folder, other), rows in lost.groupby(["folder", "chosen"], sort=False)
@@ -173,16 +174,17 @@ def share(runs: Sequence[StoredRun]) -> list[Results]:
 
 def _name(runs: Sequence[StoredRun]) -> str:
     """`figure5+field_2x`: the labels or methods of these runs."""
-    labels = [run.about["config"].get("label") or "+".join(run.methods) for run in runs]
+    labels = [
+        run.about["config"].get("label") or "+".join(run.methods) or "baseline" for run in runs
+    ]
     return "+".join(dict.fromkeys(labels))[:60].replace("/", "_")
 
 
 def explain(groups: Sequence[Results]) -> str:
     """Which keys of their identities keep groups of runs apart."""
-    values = [{**shared_values(run)} for results in groups for run in results.runs]
     seen = defaultdict[str, list[Any]](list)
-    for one in values:
-        for key, value in one.items():
+    for run in (run for results in groups for run in results.runs):
+        for key, value in shared_values(run).items():
             if value not in seen[key]:
                 seen[key].append(value)
     differ = [
@@ -200,7 +202,9 @@ def _short(value: Any) -> str:
 
 
 def shared_values(run: StoredRun) -> dict[str, Any]:
-    """{key: value of a run's identity} that runs of a table have in common; of a model, with its name."""
+    """{key: value of a run's identity} that runs of a table have in common; of a model, with its
+    name.
+    """
     identity = run.identity
     usual = {"clock": None, "chat_args": None, "system": None, "today": None, "thinking_tokens": 0}
     flat = usual | dict(_flat({key: one for key, one in identity.items() if key not in _FREE}))

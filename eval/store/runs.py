@@ -1,6 +1,7 @@
 """Stored runs, their arms and their answers, as read from run folders.
 
-A *setting* is a method with its hyperparameters but without its seed; an arm is one setting with one seed.
+A *setting* is a method with its hyperparameters but without its seed; an arm is one setting with
+one seed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lazyllm.methods import Lazy, Method, by_name, settings_of
 if TYPE_CHECKING:
     import pandas as pd
 
-# LazyLLM's switches, which labels leave out at their defaults
+# LazyLLM's switches
 _USUAL = {name: value for name, value in settings_of(Lazy).items() if isinstance(value, bool)}
 
 
@@ -46,7 +47,9 @@ class StoredArm:
 
     @property
     def speedup(self) -> float | str | None:
-        """The ideal TTFT speedup that it was solved for; "table1" for the paper's; None for none."""
+        """The ideal TTFT speedup that it was solved for; "table1" for the paper's; None for
+        none.
+        """
         return self.values.get("speedup")
 
     @property
@@ -90,7 +93,9 @@ class StoredRun:
 
     @cached_property
     def answered(self) -> dict[tuple[str, str], set[str]]:
-        """{(dataset, id) of each example that any arm has answered: the labels of these arms}, in order."""
+        """{(dataset, id) of each example that any arm has answered: the labels of these arms},
+        in order.
+        """
         answered: dict[tuple[str, str], set[str]] = {}
         for visit in self.visits:
             if visit.answers:
@@ -109,7 +114,9 @@ class StoredRun:
 
     @property
     def failed(self) -> dict[tuple[str, str, str], str]:
-        """{(dataset, id, arm): why} of the arms that have not answered in any visit, as the last try failed."""
+        """{(dataset, id, arm): why} of the arms that have not answered in any visit, as the last
+        try failed.
+        """
         return {
             (*visit.key, arm): why.error
             for visit in self.visits
@@ -124,9 +131,9 @@ class StoredRun:
             return ""
         (dataset, example, arm), reason = next(iter(failed.items()))
         return (
-            f"{counted(len(failed), 'answer')} failed and {'is' if len(failed) == 1 else 'are'} not in the table, the "
-            f"first of {arm} on {dataset}, row {example}: {reason}. {self.folder} holds all; the same command tries "
-            "them again"
+            f"{counted(len(failed), 'answer')} failed and {'is' if len(failed) == 1 else 'are'} "
+            f"not in the table, the first of {arm} on {dataset}, row {example}: {reason}. "
+            f"{self.folder} holds all; the same command tries them again"
         )
 
     @cached_property
@@ -140,7 +147,8 @@ class StoredRun:
         return self.lacking(self.arms)
 
     def lacking(self, labels: Iterable[str], datasets: Container[str] | None = None) -> str:
-        """`4 of 120 examples`, if one of these arms lacks an answer to one that was planned; else "".
+        """`4 of 120 examples`, if one of these arms lacks an answer to one that was planned; else
+        "".
 
         datasets: of the examples; None for all.
         """
@@ -154,7 +162,9 @@ class StoredRun:
 
     @property
     def model(self) -> str:
-        """A preset, or the last part of a folder or hub id; a GGUF file's name has its quantisation."""
+        """A preset, or the last part of a folder or hub id; a GGUF file's name has its
+        quantisation.
+        """
         if self.identity.get("gguf") is not None:
             return self.identity["model"]
         return Path(self.about["config"]["model"]["name"]).name
@@ -191,13 +201,21 @@ class StoredRun:
         long: Any = of_baseline[of_baseline["prompt_tokens"] >= LONG]
         # each token takes 2 FLOPs for each weight, which in 16 bits has 2 bytes
         weights = (of_baseline["prefill_flops"] / of_baseline["prompt_tokens"]).min()
-        numbers = float(long["prefill_mfu"].min()), self.identity.get("dtype"), float(of_baseline["step_s"].median())
+        numbers = (
+            float(long["prefill_mfu"].min()),
+            self.identity.get("dtype"),
+            float(of_baseline["step_s"].median()),
+        )
         return machine_warnings(self.device, self.kernels, *numbers, float(weights))
 
     @property
     def traces(self) -> list[Path]:
         """Files with a `Trace`, one for each traced example and arm."""
-        return sorted(file for end in ("json", "json.gz") for file in (self.folder / "traces").glob(f"*.{end}"))
+        return sorted(
+            file
+            for end in ("json", "json.gz")
+            for file in (self.folder / "traces").glob(f"*.{end}")
+        )
 
 
 @cache
@@ -210,7 +228,9 @@ def kind_of(name: str) -> type[Method] | None:
 
 
 def settings_of_arm(about: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of an arm in an identity: its speedup, if it was solved for one, and its hyperparameters."""
+    """The settings of an arm in an identity: its speedup, if it was solved for one, and its
+    hyperparameters.
+    """
     method = {key: value for key, value in about["method"].items() if key not in ("name", "seed")}
     return method if about.get("speedup") is None else {"speedup": about["speedup"], **method}
 
@@ -221,11 +241,9 @@ def canonical_json(settings: Mapping[str, Any]) -> str:
 
 
 def label_of(method: str, settings: Mapping[str, Any]) -> str:
-    """A setting as shown: `lazy, speedup=1.5x`, without null and LazyLLM's usual values; or its own label."""
-    if settings.get("label") is not None:
-        return settings["label"]
-    shown = {key: value for key, value in settings.items() if value is not None and _USUAL.get(key) is not value}
-    return ", ".join([method, *(f"{key}={_format(key, value)}" for key, value in shown.items())])
+    """A setting as shown: `lazy, speedup=1.5x`, without null."""
+    shown = [f"{key}={_format(key, value)}" for key, value in settings.items() if value is not None]
+    return ", ".join([method, *shown])
 
 
 def _format(key: str, value: Any) -> str:
@@ -247,11 +265,21 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
     """The folders of all runs in these and their subfolders, by name. Raises UserError."""
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder; give the folder of the runs, as written by python run.py")
-    found = {file.parent for folder in folders for file in folder.rglob("run.json") if ".partial/" not in str(file)}
+            raise UserError(
+                f"{folder}: no such folder; give the folder of the runs, as written by python "
+                "run.py"
+            )
+    found = {
+        file.parent
+        for folder in folders
+        for file in folder.rglob("run.json")
+        if ".partial/" not in str(file)
+    }
     return sorted(found)
 
 
 def stored_runs(folders: Sequence[Path]) -> list[StoredRun]:
-    """All runs in the folders and their subfolders, by name, also without visits. Raises UserError."""
+    """All runs in the folders and their subfolders, by name, also without visits. Raises
+    UserError.
+    """
     return [StoredRun(folder, read_about(folder / "run.json")) for folder in run_folders(folders)]

@@ -1,4 +1,5 @@
-"""From examples to datasets, tasks and the mean over tasks, with 95 % percentile bootstrap intervals.
+"""From examples to datasets, tasks and the mean over tasks, with 95 % percentile bootstrap
+intervals.
 
 A dataset's scores, lengths, seconds and bytes are means over its examples; its speedups are the
 baseline's summed time (or FLOPs) divided by the arm's, over answers of the same visits. A task's
@@ -40,7 +41,8 @@ _SPEEDUPS = {
 }
 # Means over the answers that have a baseline in their visit: each was measured beside its answer
 _OF_PAIRS = [
-    "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer", "answer_kl", "answer_log_likelihood",
+    "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer", "answer_kl",
+    "answer_log_likelihood",
     "gold_kl", "gold_log_likelihood",
 ]  # fmt: skip
 # Means whose ratio or difference to the baseline's is a value
@@ -69,16 +71,16 @@ def by_task(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per setting and dataset, task, and suite ("all" rows, the mean over its tasks).
 
     frame: `eval.store.results.Results.frame`. Columns: model, paper_model, method, settings, label,
-    speedup, suite, level ("dataset", "task" or "all"), name (of the dataset or task, or "all"), task
-    ("all" at that level), seeds, examples and datasets (their numbers), score_seed_std (sample
+    speedup, suite, level ("dataset", "task" or "all"), name (of the dataset or task, or "all"),
+    task ("all" at that level), seeds, examples and datasets (their numbers), score_seed_std (sample
     standard deviation of the scores by seed, over the seeds with every example of the row; NaN for
     fewer than two), and v, v_low, v_high for each v of `VALUES`: the measured columns of the frame,
     and
 
     cache_bytes: KV and Aux Cache together.
-    ttft_speedup, step_speedup: of the first token, of the mean decoding step. generation_speedup: of
-    whole answers, whose lengths may differ. equal_length_speedup: of the time to the k-th token, k
-    being the shorter answer's length. ideal_ttft_speedup: the ratio of the prefills' FLOPs.
+    ttft_speedup, step_speedup: of the first token, of the mean decoding step. generation_speedup:
+    of whole answers, whose lengths may differ. equal_length_speedup: of the time to the k-th token,
+    k being the shorter answer's length. ideal_ttft_speedup: the ratio of the prefills' FLOPs.
     cache_ratio, peak_ratio: of the row's cache_bytes and peak_memory_bytes to the baseline's.
     reference_score: the baseline's, in the visits that hold both. score_difference: the row's score
     there minus it. relative_score: 100 * the row's score there / it.
@@ -160,7 +162,9 @@ def _with_costs(rows: Any, others: Any) -> Any:
     The seconds are NaN if the steps of one were not timed, as those of batches.
     """
     seconds = [
-        own[min(len(own), len(other)) - 1] if isinstance(own, tuple) and isinstance(other, tuple) else np.nan
+        own[min(len(own), len(other)) - 1]
+        if isinstance(own, tuple) and isinstance(other, tuple)
+        else np.nan
         for own, other in zip(rows["token_s"], others["token_s"], strict=True)
     ]
     return rows.assign(cache_bytes=rows["kv_bytes"] + rows["aux_bytes"], equal_length_s=seconds)

@@ -1,4 +1,6 @@
-"""A trace: what each layer chose for one example under one arm, for the pictures of Figure 2 and of the mechanism."""
+"""A trace: what each layer chose for one example under one arm, for the pictures of Figure 2 and
+of the mechanism.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,14 @@ from lazyllm.errors import UserError, reason_of
 class Trace(Record):
     """One example under one arm.
 
-    tokens: [n] the text of each prompt token; joined they are the prompt, with the names of special tokens.
-    generated: the text of each generated token; "" for a token that ends within a letter. All are "" in records that
+    tokens: [n] the text of each prompt token; joined they are the prompt, with the names of special
+        tokens.
+    generated: the text of each generated token; "" for a token that ends within a letter. All are
+        "" in records that
         leave out the texts.
     importance: [layers][n] Eq. 1 in a prefill without pruning.
-    selected: per step {layer (1-based; 0 before the first layer): ascending positions that enter the next layer},
+    selected: per step {layer (1-based; 0 before the first layer): ascending positions that enter
+        the next layer},
         prompt and generated tokens; empty in later steps if a method selects in prefill only.
     group_layers, computed: as of `eval.store.record.Answer`.
     """
@@ -42,7 +47,9 @@ class Trace(Record):
 
 
 def trace_name(dataset: str, example: str, arm: str) -> str:
-    """The trace's file name: with a hash of id and arm if they cannot be part of one, or if the arm has a "-"."""
+    """The trace's file name: with a hash of id and arm if they cannot be part of one, or if the
+    arm has a "-".
+    """
     wanted = f"{example}-{arm}"
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", wanted)[:80]
     end = "" if safe == wanted and "-" not in arm else f"-{sha256_of([example, arm])[:8]}"

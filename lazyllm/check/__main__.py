@@ -2,9 +2,9 @@
 
 lazyllm-bench check METHOD [KEY=VALUE ...]     e.g. check keep_last layer=2 keep=0.25
 
-METHOD is a name that `lazyllm-bench methods` lists, or a file such as mine.py. The keys are its hyperparameters, as
-numbers, words, or mappings such as schedule='{1: 0.5}'. The models have 4 layers and the prompts up to 40 tokens, so
-give small numbers.
+METHOD is a name that `lazyllm-bench methods` lists, or a file such as mine.py. The keys are its
+hyperparameters, as numbers, words, or mappings such as schedule='{1: 0.5}'. The models have 4
+layers and the prompts up to 40 tokens, so give small numbers.
 Exit code 1 if an invariant fails.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError, parser_of, place_of, reason_of
-from lazyllm.methods import Sparse, about_the_method, make
+from lazyllm.methods import Method, Sparse, about_the_method, make
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,10 +29,23 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3": ("qwen3", {}, "sdpa"),
     "gemma2": ("gemma2", {"sliding_window": 9, "query_pre_attn_scalar": 16}, "eager"),
 }
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.3,  # attention is far from even, so that scores do not tie
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 
 
 def settings_from(arguments: Sequence[str]) -> dict[str, Any]:
-    """{key: value} of KEY=VALUE arguments, values read as YAML. Raises UserError."""
+    """Read {key: value} of KEY=VALUE arguments, values as YAML. Raises UserError."""
     import yaml
 
     settings = {}
@@ -43,48 +56,47 @@ def settings_from(arguments: Sequence[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             equals = ""
         if not equals:
-            raise UserError(f"{argument}: expected KEY=VALUE, the value a number, word or mapping, e.g. keep=0.5")
+            raise UserError(
+                f"{argument}: expected KEY=VALUE, the value a number, word or mapping, e.g. keep=1"
+            )
     return settings
 
 
 def random_model(name: str, dtype: str) -> PreTrainedModel:
-    """A small random model of that name. Its attention is far from even, so that scores do not tie."""
+    """Make a small random model of that name."""
     from transformers import AutoConfig
 
     from lazyllm.models.load import random_weights
     from lazyllm.spec import ModelSpec
 
-    model_type, own, attention = MODELS[name]
-    sizes: dict[str, Any] = {
-        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    config = AutoConfig.for_model(model_type, **sizes | own)
-    return random_weights(config, ModelSpec(name, "dummy", dtype, "cpu", attn_implementation=attention)).eval()
+    model_type, settings, attention = MODELS[name]
+    config = AutoConfig.for_model(model_type, **SIZES | settings)
+    spec = ModelSpec(name, "dummy", dtype, "cpu", attn_implementation=attention)
+    return random_weights(config, spec).eval()
 
 
 def checks() -> Iterator[tuple[str, Callable[..., object], PreTrainedModel, list[list[int]]]]:
-    """(description, invariant, model, prompts) of every check; the invariant takes the model, a method and a prompt."""
+    """Yield every check: its description, and an invariant, a model and prompts for it."""
     from lazyllm.check import invariants
 
     whole = [1 + (7 * position + position**2) % 96 for position in range(TOKENS)]
     prompts = [whole[:n] for n in (1, 2, 3, TOKENS)]
+    exact: dict[str, Callable[..., object]] = {
+        "keeping every token gives the model's own output": invariants.can_keep_everything,
+        "counts are those declared and run": invariants.counts_what_it_computes,
+        "no state between prompts": invariants.has_no_state,
+        "in a batch and in model.generate as alone": invariants.runs_batches_row_by_row,
+    }
     for name in MODELS:
-        exact, half = random_model(name, "float64"), random_model(name, "bfloat16")
-        rules = {
-            "keeping every token gives the model's own output": (invariants.can_keep_everything, exact, prompts),
-            "counts are those declared and run": (invariants.counts_what_it_computes, exact, prompts),
-            "no state between prompts": (invariants.has_no_state, exact, prompts),
-            "in a batch and in model.generate as alone": (invariants.runs_batches_row_by_row, exact, prompts[1:]),
-            "finite logits in bfloat16": (invariants.gives_finite_logits, half, prompts),
-        }
-        for what, rule in rules.items():
-            yield f"{name}: {what}", *rule
+        model = random_model(name, "float64")
+        for what, invariant in exact.items():
+            yield f"{name}: {what}", invariant, model, prompts
+        half = random_model(name, "bfloat16")
+        yield f"{name}: finite logits in bfloat16", invariants.gives_finite_logits, half, prompts
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command `check`: a line for each invariant. Returns the exit code. Raises UserError."""
+    """Run the command `check`: a line for each invariant. Returns the exit code."""
     parser = parser_of("check", __doc__)
     parser.add_argument("method", metavar="METHOD")
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*")
@@ -95,12 +107,20 @@ def main(arguments: Sequence[str]) -> int:
         rises = any(not 0 < m <= before for before, m in pairwise([TOKENS, *counts]))
     if len(counts) != LAYERS or rises:
         raise UserError(
-            f"method {options.method!r} declares {counts} tokens in the layers: expected {LAYERS} whole numbers of "
-            f"{TOKENS} or less, none above the one before"
+            f"method {options.method!r} declares {counts} tokens in the layers: expected {LAYERS} "
+            f"whole numbers of {TOKENS} or less, none above the one before"
         )
-    print(f"{method}: tokens computed in each layer, of {TOKENS}: {', '.join(map(str, counts))}")
+    in_layers = ", ".join(map(str, counts))
+    print(f"{method}: tokens computed in each layer, of {TOKENS}: {in_layers}")
     if min(counts) == TOKENS and not isinstance(method, Sparse):
         print("nothing is dropped: give settings that drop tokens, or the checks prove little")
+    failed = _run_checks(method)
+    print(f"{failed} failed" if failed else "all hold")
+    return 1 if failed else 0
+
+
+def _run_checks(method: Method) -> int:
+    """Print a line for each check. Returns how many failed."""
     reasons = []
     for what, invariant, model, prompts in checks():
         try:
@@ -110,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
         except Exception as error:  # whatever the method does
             is_message = isinstance(error, AssertionError | UserError)
             reason = str(error) if is_message else f"{reason_of(error)} ({place_of(error)})"
-            print(f"failed  {what}: {'the same' if reason in reasons else reason}", flush=True)
+            seen = reason in reasons
+            print(f"failed  {what}: {'the same' if seen else reason}", flush=True)
             reasons.append(reason)
-    print(f"{len(reasons)} failed" if reasons else "all hold")
-    return 1 if reasons else 0
+    return len(reasons)

@@ -1,6 +1,4 @@
-"""The KV cache of a group of layers.
-
-All layers between two pruning layers see the same tokens in every step, so a group's layers share one slot index.
+"""The KV cache of a group of layers, which see the same tokens and so share one slot index.
 
 Notation:
     s  stored tokens (slots)        m  tokens that a step adds
@@ -17,16 +15,14 @@ from lazyllm.engine.inputs import with_spare
 
 
 class GroupCache:
-    """K and V of the tokens that one group of layers has computed, in the order of computation.
+    """K and V of the tokens that a group of layers has computed, in the order of computation.
 
-    Before each run, `advance` gives its tokens the next slots. In each layer, the attention function (`attention.py`)
-    calls `update`, which stores the new K and V and returns those to attend to. Later, `retain` may forget tokens.
+    Before each run, `advance` gives its tokens the next slots. In each layer, the attention
+    function calls `update`. Later, `retain` may forget tokens.
 
-    capacity: slots made at the first step; grows if more are needed.
-    max_length: tokens that the whole text may have; the capacity does not grow beyond it.
-    length: stored tokens, those of the current run included.
-    added: tokens of the current run.
-    is_ascending: whether slots are in the order of positions: no run added a token before a stored one.
+    capacity: slots made at the first step; grows if more are needed, up to `max_length`.
+    length: stored tokens, those of the current run, `added`, included.
+    is_ascending: whether slots are in the order of positions.
     """
 
     def __init__(self, capacity: int, max_length: int, device: torch.device) -> None:
@@ -36,74 +32,77 @@ class GroupCache:
         self.is_ascending = True
         self._capacity = capacity
         self._text_length = 0
-        self._positions = [torch.empty(0, dtype=torch.long, device=device)]  # a piece for each run; joined when read
-        # {layer: K and V in one tensor, so that one operation stores both}: [2, g, capacity, d]; side by side in
-        # [1, g, capacity, sum of the widths] if their widths differ
+        # a piece for each run; joined when read
+        self._positions = [torch.empty(0, dtype=torch.long, device=device)]
+        # {layer: K and V in one tensor, so that one operation stores both}: [2, g, capacity, d];
+        # side by side in [1, g, capacity, sum of the widths] if their widths differ
         self._stored: dict[int, Tensor] = {}
 
     @property
     def positions(self) -> Tensor:
-        """[s] the position of the token in each slot; [g, s] once key heads store different tokens."""
+        """[s] the position of each slot's token; [g, s] if key heads store different tokens."""
         if len(self._positions) > 1:
             first, *later = self._positions
-            self._positions = [torch.cat([first, *(piece.expand(*first.shape[:-1], -1) for piece in later)], dim=-1)]
+            pieces = (piece.expand(*first.shape[:-1], -1) for piece in later)
+            self._positions = [torch.cat([first, *pieces], dim=-1)]
         return self._positions[0]
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether all tokens of the text are stored, each in the slot with the number of its position."""
+        """Whether all tokens of the text are stored, each in the slot of its position."""
         return self.is_ascending and self.length == self._text_length
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V of the stored tokens, over the group's layers (spare slots not counted)."""
-        return sum(stored.nbytes for stored in self._stored.values()) // self._capacity * self.length
+        """Bytes of K and V of the stored tokens, without spare slots."""
+        return self.allocated_bytes // self._capacity * self.length
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of K and V with the spare slots, over the group's layers."""
+        """Bytes of K and V with the spare slots."""
         return sum(stored.nbytes for stored in self._stored.values())
 
     def advance(self, positions: Tensor, text_length: int, is_newest: bool = True) -> None:
-        """Give slots to the tokens at `positions` [m], which the next run computes in every layer of the group.
+        """Give slots to the tokens at `positions` [m], which the next run computes in every layer.
 
-        text_length: tokens of the text so far.
-        is_newest: whether the tokens come after all stored ones.
+        text_length: tokens of the text so far. is_newest: whether these come after all stored ones.
         """
         self.is_ascending &= self.length == 0 or is_newest
         self.added, self._text_length = positions.shape[0], text_length
-        self.length += self.added
+        used, self.length = self.length, self.length + self.added
         self._positions.append(positions)
         if self.length > self._capacity:
-            used = self.length - self.added
             self._rebuild(with_spare(self.length, self.max_length), lambda old: old[:, :, :used])
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store K and V [1, g, m, d] of the step's tokens; return K and V to attend to, [1, g, s, d]."""
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store K and V [1, g, m, d] of the step's tokens; return those to attend to."""
         start = self.length - self.added
         dim = 0 if key.shape == value.shape else 3
-        sizes, shape = [key.shape[dim], value.shape[dim]], [*key.shape[:2], self._capacity, key.shape[3]]
-        shape[dim] = sum(sizes)
+        sizes = [key.shape[dim], value.shape[dim]]
         if layer_idx not in self._stored:
+            shape = [*key.shape[:2], self._capacity, key.shape[3]]
+            shape[dim] = sum(sizes)
             self._stored[layer_idx] = key.new_empty(shape)
         stored = self._stored[layer_idx]
         torch.cat([key, value], dim=dim, out=stored[:, :, start : self.length])
         if start == 0:
-            return key, value  # prefill attends to its own tokens only; kernels read these faster than the stored ones
+            return key, value  # kernels read these faster than the stored ones
         keys, values = stored[:, :, : self.length].split_with_sizes(sizes, dim=dim)
         return keys, values
 
     def take(self, layer_idx: int, slots: Tensor, key_width: int) -> Sequence[Tensor]:
-        """Copies of K and V [1, g, k, d] of the tokens in `slots` [k]. key_width: the last dimension of K."""
+        """Copy K and V [1, g, k, d] of the tokens in `slots` [k]. key_width: of K."""
         taken = self._stored[layer_idx].index_select(2, slots)
         if taken.shape[0] == 2:
             return taken.chunk(2)
         return taken.split_with_sizes([key_width, taken.shape[3] - key_width], dim=3)
 
     def retain(self, slots: Tensor) -> None:
-        """Forget all tokens but those in `slots` (ascending), and free the memory of the others.
+        """Forget all tokens but those in `slots` (ascending), and free their memory.
 
-        slots: [k], or [g, k] if each key head keeps tokens of its own; then only newer tokens may be added later.
+        slots: [k], or [g, k] if key heads keep different tokens; only newer ones may then follow.
         """
 
         def kept(old: Tensor) -> Tensor:
@@ -117,7 +116,7 @@ class GroupCache:
         self.length = slots.shape[-1]
 
     def _rebuild(self, capacity: int, kept: Callable[[Tensor], Tensor]) -> None:
-        """Replace each layer's K and V, on its own device, by `kept` of them, with room for `capacity` tokens."""
+        """Replace each layer's K and V by `kept` of them, with room for `capacity` tokens."""
         for layer, old in self._stored.items():
             stays = kept(old)
             self._stored[layer] = old.new_empty((*old.shape[:2], capacity, old.shape[3]))

@@ -1,4 +1,4 @@
-"""A model's layers as methods see them: how many there are, and which see the whole prompt. No torch."""
+"""A model's layers as methods see them: how many there are, and which see the whole prompt."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from lazyllm.engine.flops import windows_of
 class Depth:
     """A model's layers, counted from 1: `Depth(8)` is a model of 8 layers without sliding windows.
 
-    count: their number.
-    windows: per layer, the number of positions that a token attends to, its own included, and None for all before it;
-        () if no layer has a window.
+    windows: per layer, the number of positions that a token attends to, itself included, and None
+        for all before it; () if no layer has a window.
 
-    A layer with a window gives every token outside it the score 0, whatever the token is worth. So methods score tokens
-    where the whole prompt is seen, in the `full` layers, unless the user names another layer.
+    Outside its window a layer scores every token 0, whatever it is worth. So methods score tokens
+    in the `full` layers, which see the whole prompt, unless the user names another layer.
     """
 
     count: int
@@ -31,30 +30,32 @@ class Depth:
         if self.count < 1:
             raise ValueError(f"a model of {self.count} layers: give 1 or more")
         if self.windows and len(self.windows) != self.count:
-            raise ValueError(f"{len(self.windows)} windows of {self.count} layers: give one for each, or none")
+            raise ValueError(
+                f"{len(self.windows)} windows of {self.count} layers: give one for each, or none"
+            )
 
     @classmethod
     def of(cls, config: Any) -> Depth:
-        """The layers that a transformers config describes. Raises UserError for other kinds of layers.
+        """Read the layers from a transformers config. Raises UserError for other kinds of layers.
 
         A window as long as the model's positions hides nothing, and counts as none.
         """
-        positions = getattr(config, "max_position_embeddings", None) or float("inf")
-        windows = [None if window is None or window >= positions else window for window in windows_of(config)]
-        return cls(len(windows), () if set(windows) <= {None} else tuple(windows))
+        limit = getattr(config, "max_position_embeddings", None) or float("inf")
+        windows = [window if window and window < limit else None for window in windows_of(config)]
+        return cls(len(windows), tuple(windows) if any(windows) else ())
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of a layer; None if it sees the whole prompt."""
+        """Return the sliding window of a layer; None if it sees the whole prompt."""
         return self.windows[layer - 1] if self.windows else None
 
     @cached_property
     def full(self) -> Sequence[int]:
-        """The layers that see the whole prompt, ascending. If there are none, all layers: no other is better."""
-        without = [layer for layer, window in enumerate(self.windows, start=1) if window is None]
-        return without or range(1, self.count + 1)
+        """The layers that see the whole prompt, ascending; all layers if none does."""
+        full = [layer for layer, window in enumerate(self.windows, start=1) if window is None]
+        return full or range(1, self.count + 1)
 
     def nearest(self, layer: int) -> int:
-        """The last of the `full` layers up to `layer`; the first of them if all come later.
+        """Find the last of the `full` layers up to `layer`; the first one if all come later.
 
         A layer beyond the model is returned as it is, to be refused by who uses it.
         """
@@ -63,10 +64,10 @@ class Depth:
         return self.full[max(0, bisect_right(self.full, layer) - 1)]
 
     def at_share(self, share: Fraction) -> int:
-        """The layer `nearest` to a share of the depth, which is rounded down; 0 if that is before layer 1."""
+        """Find the layer `nearest` to a share of the depth, rounded down; 0 before layer 1."""
         layer = int(share * self.count)
         return self.nearest(layer) if layer else 0
 
     def among(self, layers: Collection[int]) -> list[int]:
-        """Those of `layers` that see the whole prompt; all of `layers` if none of them does."""
+        """Pick those of `layers` that see the whole prompt; all of them if none does."""
         return [layer for layer in layers if layer in self.full] or [*layers]

@@ -4,7 +4,7 @@ A model computes on one device, or accelerate spreads its layers over several (`
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device that `module` computes on.
+    """Find the device that `module` computes on.
 
-    If accelerate holds its weights on the host or on disk, they are on this device only during a call, and
-    accelerate's hook names it.
+    Weights that accelerate offloads are there during a call only; its hook names it.
     """
     for part in module.modules():
         hook: Any = getattr(part, "_hf_hook", None)
@@ -27,23 +26,23 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def main_device(model: Any) -> torch.device:
-    """The device of the embeddings; a generation keeps everything there that no layer owns."""
+    """Find the device of the embeddings, where a generation keeps all that no layer owns."""
     return device_of(model.model.embed_tokens) if is_spread(model) else model.device
 
 
 def devices_of(model: Any) -> tuple[torch.device, ...]:
-    """Every device that the model computes on, the main one first."""
+    """List every device that the model computes on, the main one first."""
     parts = [*model.model.layers, model.model.norm, model.lm_head] if is_spread(model) else []
     return tuple(dict.fromkeys([main_device(model), *map(device_of, parts)]))
 
 
 def is_spread(model: Any) -> bool:
-    """Whether accelerate placed the model, and moves inputs or weights between devices."""
+    """Say whether accelerate placed the model, and moves inputs or weights between devices."""
     return hasattr(model, "hf_device_map")
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A tensor, None, or a tuple of these, moved to `device`; tensors that are there already are not copied."""
+    """Move a tensor, None, or a tuple of these."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, tuple):
@@ -51,11 +50,16 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
+def concat(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+    """Run `torch.cat`, but without a copy if there is a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
+
+
 _clock = time.perf_counter
 
 
 def read_clock(*devices: torch.device) -> float:
-    """Seconds on a monotonic clock, read after the devices have finished all their work; CPU time in `cpu_time`."""
+    """Read the seconds of a monotonic clock after the devices have finished all their work."""
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
@@ -64,29 +68,30 @@ def read_clock(*devices: torch.device) -> float:
 
 @contextmanager
 def cpu_time(counts: bool = True) -> Iterator[None]:
-    """Within this context, if `counts`, the clock is this process's CPU time, which other work does not lengthen."""
+    """Let `read_clock` count this process's CPU time, if `counts`."""
     global _clock
-    own = _clock
-    _clock = time.process_time if counts else own
+    before = _clock
+    _clock = time.process_time if counts else before
     try:
         yield
     finally:
-        _clock = own
+        _clock = before
 
 
 def tf32_products(allowed: bool) -> AbstractContextManager[None]:
-    """A context that lets CUDA run products of float32 in TF32, on tensor cores, if `allowed`; else changes nothing."""
+    """Let CUDA run products of float32 in TF32, on tensor cores, if `allowed`."""
     matmul: Any = torch.backends.cuda.matmul
-    name, tf32 = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    has_precision = hasattr(matmul, "fp32_precision")
+    name, tf32 = ("fp32_precision", "tf32") if has_precision else ("allow_tf32", True)
     return replaced(matmul, name, tf32) if allowed else nullcontext()
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within this context, an attribute has another value."""
-    own = getattr(owner, name)
+    """Give an attribute another value within this context."""
+    before = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, own)
+        setattr(owner, name, before)

@@ -1,4 +1,7 @@
-"""What a method gets (`Prompt`, `Boundary`), declares (`Group`, `ScoreSpec`), returns (`Selection`). No torch."""
+"""What a method gets (`Prompt`, `Boundary`), declares (`Group`, ...) and returns (`Selection`).
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ class Prompt:
     """A prompt as methods see it: its tokens and, if known, their text.
 
     token_ids: [n] int64, on the host, special tokens included, n >= 1.
-    text: the text of the tokens; "" if only token ids were given.
-    spans: per token the half-open range of `text` that it stands for, empty for a special token; () without a text.
-    context: ascending, disjoint ranges of `text` that a method may shorten. The rest (instruction, question, an
-        example's answer) is never shortened.
-    template: ascending, disjoint ranges of `text` that the chat format wrote around the question; () if unknown.
+    text: what the tokens stand for; "" if only token ids were given.
+    spans: per token its half-open range of `text`, empty for a special token; () without a text.
+    context: ascending, disjoint ranges of `text` that a method may shorten. The rest (instruction,
+        question, an example's answer) is never shortened.
+    template: such ranges that the chat format wrote around the question; () if unknown.
     """
 
     token_ids: Tensor
@@ -41,16 +44,17 @@ class ScoreSpec:
     """The attention scores that a method needs; by default none.
 
     layers: indices, from 0, of the layers whose scores are recorded.
-    queries: number of queries, the newest tokens that a layer computes; fewer if it computes fewer.
-    raw: attention logits (scaled and capped by the model, -inf if a token is not attended to) instead of probabilities
-        (softmax over the stored tokens).
+    queries: number of queries, the newest tokens of a layer; fewer if it computes fewer.
+    raw: attention logits (scaled and capped by the model, -inf if a token is not attended to)
+        instead of probabilities (softmax over the stored tokens).
     per_head: the scores of each query head instead of their mean.
-    summed: (first, last) gives the weighted sum over the queries instead of each query's scores. The weights are spaced
-        evenly from `first` for the oldest query to `last` for the newest. Queries run in blocks, so that many of them
-        need little memory. Not with `raw`.
+    summed: (first, last) gives the weighted sum over the queries instead of each query's scores,
+        with weights spaced evenly from the oldest query's to the newest's. Queries run in blocks,
+        so that many of them need little memory. Not with `raw`.
 
-    Each layer gives a tensor [h, w, s] of h query heads, w queries and s stored tokens, in float32 (float64 for a
-    float64 model). Without `per_head` it has no h; with `queries=1` or `summed` it has no w. The default is Eq. 1.
+    Each layer gives a tensor [h, w, s] of h query heads, w queries and s stored tokens, in float32
+    (float64 for a float64 model), without h unless `per_head`, without w if `queries=1` or
+    `summed`. The default is Eq. 1.
     """
 
     layers: Collection[int] = ()
@@ -66,10 +70,10 @@ class ScoreSpec:
 
 @dataclass(frozen=True)
 class Triangle:
-    """Keys that a prefill's queries attend to: the first and the near ones; the last queries attend to all before them.
+    """The keys of a prefill's queries: the first and the near ones, for the last queries all.
 
-    sinks: first tokens that all queries see. window: tokens that a query sees, itself included. last: queries that see
-    all.
+    sinks: first tokens that all queries see. window: tokens that a query sees, itself included.
+    last: number of queries that see all.
     """
 
     sinks: int
@@ -77,28 +81,28 @@ class Triangle:
     last: int
 
     def is_dense(self, n: int) -> bool:
-        """Whether every one of n queries sees all tokens before it."""
+        """Say whether every one of n queries sees all tokens before it."""
         return n - self.last <= self.window + self.sinks
 
     def pairs(self, n: int, window: int | None = None) -> int:
-        """(query, key) pairs of n tokens in one head. window: the layer's own sliding window, which also holds."""
+        """Count (query, key) pairs of n tokens in a head. window: the layer's, which also holds."""
         if window is not None and window <= self.window:
             return causal_pairs(n, window)
         before = max(0, n - self.last)
         pairs = causal_pairs(before, self.window + self.sinks)
-        for seen in range(window or before, before):  # of all tokens up to a query, the window hides the first ones
+        for seen in range(window or before, before):
+            # of all tokens up to a query, the layer's window hides the first ones
             hidden = seen + 1 - (window or 0)
             pairs -= min(hidden, self.sinks, seen + 1 - self.window)
         return pairs + causal_pairs(n, window) - causal_pairs(before, window)
 
 
 NO_SCORES = ScoreSpec()
-# The least number of spare slots of a cache, so that one growth of it serves several steps
-SPARE_SLOTS = 64
+SPARE_SLOTS = 64  # of a cache, at least, so that one growth of it serves several steps
 
 
 def with_spare(slots: int, most: int) -> int:
-    """`slots` of a cache and spare ones, for tokens whose number is not known yet; at most `most` in all."""
+    """Add spare slots for tokens whose number is not known yet; at most `most` in all."""
     return min(most, slots + max(SPARE_SLOTS, slots // 8))
 
 
@@ -106,10 +110,10 @@ def with_spare(slots: int, most: int) -> int:
 class Group:
     """Neighbouring layers that always see the same tokens.
 
-    layers: the indices of the layers, from 0.
+    layers: their indices, from 0.
     prompt_tokens: number of prompt tokens that enter the group in prefill.
-    scores: the attention scores that the choice of tokens at the group's end needs; NO_SCORES for a choice without
-        scores; None if there is no choice: all tokens enter the next group, and all stay stored.
+    scores: what the choice of tokens at the group's end needs; NO_SCORES for a choice without
+        scores; None if there is no choice: all tokens go on, and all stay stored.
     score_in_decode: record the scores in decoding too.
     revives: tokens that did not enter the group in prefill may enter it later.
     """
@@ -121,27 +125,31 @@ class Group:
     revives: bool = False
 
     def slots(self, new_tokens: int, most: int) -> int:
-        """Slots of K and V that a layer has from the first step on, for at most `most` tokens of text."""
+        """Count a layer's slots of K and V from the first step on, for at most `most` tokens."""
         slots = self.prompt_tokens + new_tokens
         return with_spare(slots, most) if self.revives else slots
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt_tokens, Integral):
-            raise ValueError(f"a group of layers has {self.prompt_tokens!r} prompt tokens: expected a whole number")
+            raise ValueError(
+                f"a group of layers has {self.prompt_tokens!r} prompt tokens: expected a whole "
+                "number"
+            )
         if self.scores and not {*self.scores.layers} <= {*self.layers}:
-            raise ValueError(f"ScoreSpec names the layers {[*self.scores.layers]}: expected some of {[*self.layers]}")
+            raise ValueError(
+                f"ScoreSpec names the layers {[*self.scores.layers]}: expected some of "
+                f"{[*self.layers]}"
+            )
 
 
 @dataclass(frozen=True)
 class Boundary:
     """The end of a group of layers in a prefill, where a method chooses tokens.
 
-    layer: the group's last layer, from 1.
-    depth: the model's layers.
-    n: number of prompt tokens.
+    layer: the group's last layer, from 1. n: number of prompt tokens.
     positions: [m] of the tokens that the group computed, ascending.
     kv_heads: key heads of a layer.
-    notes: what a method remembers from one boundary of a prompt to the next, as methods have no state.
+    notes: what a method, which has no state, remembers from one boundary of a prompt to the next.
     """
 
     layer: int
@@ -153,7 +161,7 @@ class Boundary:
 
     @property
     def m(self) -> int:
-        """Tokens that the group computed."""
+        """The number of tokens that the group computed."""
         return self.positions.shape[0]
 
 
@@ -161,9 +169,11 @@ class Boundary:
 class Selection:
     """What a method chooses at a boundary, as indices of the m tokens that the group computed.
 
-    entering: [k] ascending, the tokens that enter the next group, the newest among them; None for all.
-    stored: [g, k] ascending, the tokens whose K and V each key head of the group's layers keeps; None for all.
-    forget: the tokens that do not enter the next group leave the KV caches of this group and of all before it.
+    entering: [k] ascending, the tokens that enter the next group, the newest among them; None for
+        all.
+    stored: [g, k] ascending, the tokens whose K and V each key head of the group's layers keeps;
+        None for all.
+    forget: tokens that do not go on leave the KV caches of this group and of all before it.
     """
 
     entering: Tensor | None = None

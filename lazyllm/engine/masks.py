@@ -1,4 +1,4 @@
-"""Which stored tokens the queries of a layer attend to, and their masks, made for blocks of queries.
+"""Which stored tokens the queries of a layer attend to, and their masks, in blocks of queries.
 
 Notation:
     m  query tokens          s  stored tokens (slots)          g  key and value heads
@@ -15,42 +15,46 @@ from torch import Tensor
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import to_device
 
-# Bytes that a block may take: its mask, and what attention holds for each (query, key) pair. On a CPU they fit the
-# caches; elsewhere they occupy a whole GPU, whose kernel for masks runs 64 queries of a head in one block of threads
+# Bytes that a block may take: its mask, and what attention holds for each (query, key) pair. On a
+# CPU they fit the caches; elsewhere they occupy a whole GPU, whose kernel for masks runs 64 queries
+# of a head in one block of threads
 BLOCK_ON_CPU, BLOCK = 2**23, 2**27
 
 
 def block_bytes(device: torch.device) -> int:
-    """Bytes of a block's mask, at most."""
     return BLOCK_ON_CPU if device.type == "cpu" else BLOCK
 
 
-Chosen = tuple[Tensor, int]  # [s] bool, which stored tokens take part in the step (the step's set); their number
+# which stored tokens take part in the step (the step's set), [s] bool, and their number
+Chosen = tuple[Tensor, int]
 
 
 class AttentionMask:
-    """The tokens that queries attend to in layers of one window: those of the step's set, in the window up to a query.
+    """The tokens that queries attend to in layers of one window: in the step's set, up to a query.
 
     cache: the group's; the queries are in its last slots. positions: [m] of the queries, ascending.
     chosen: the stored tokens of the step's set; None for all.
-    window: number of positions that a query attends to, its own included; None for all before it.
+    window: number of positions that a query attends to, itself included; None for all.
     """
 
-    def __init__(self, cache: GroupCache, positions: Tensor, chosen: Chosen | None, window: int | None) -> None:
+    def __init__(
+        self, cache: GroupCache, positions: Tensor, chosen: Chosen | None, window: int | None
+    ) -> None:
         self._cache = cache
         self._positions = positions
         self._chosen, self._count = (None, 0) if chosen is None else chosen
         self.window = window
-        self._made: tuple[tuple[Any, ...], Any] = (), None  # what identifies the last block, and its mask
+        # what identifies the last block, and its mask
+        self._made: tuple[tuple[Any, ...], Any] = (), None
         self._m = positions.shape[0]
         self._s = cache.length
-        self.sees_all = self._m == 1 and window is None and chosen is None  # a single query: all are up to its position
+        self.sees_all = self._m == 1 and window is None and chosen is None
         self._slots: Tensor | None = None
 
     def slots_on(self, device: torch.device) -> Tensor:
-        """[k] the slots of the step's set, found once for all layers, and moved once for all on `device`."""
+        """Find the slots [k] of the step's set, once for all layers, moved once for all."""
         if self._slots is None:
-            assert self._chosen is not None  # else no slots are asked for
+            assert self._chosen is not None  # else no slots are used
             self._slots = torch.nonzero_static(self._chosen, size=self._count)[:, 0]
         self._slots = self._slots.to(device)
         return self._slots
@@ -58,19 +62,19 @@ class AttentionMask:
     def blocks(
         self, form: Callable[[Tensor], Tensor], cell: int, device: torch.device
     ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Blocks of queries: rows, keys in reach, and the mask on `device`; None if all attend to all these keys.
+        """Yield blocks of queries: rows, keys in reach, mask; None if all attend to all these keys.
 
-        form: turns `visible` into the mask of the attention function. cell: bytes that a (query, key) pair takes.
+        form: turns `visible` into an attention's mask. cell: bytes of a (query, key) pair.
         """
         farthest = self._s if self.window is None else min(self._s, 2 * self.window)
         most = max(1, block_bytes(device) // (cell * farthest))
-        if self.window is not None:  # the larger a block, the more of its keys are outside a query's window
+        if self.window is not None:  # larger blocks have more keys outside a query's window
             most = min(most, max(64, self.window // 4))
         for first in range(0, self._m, most):
             rows = slice(first, min(first + most, self._m))
             keys = self._in_reach(rows)
-            # the last mask serves the next layer too if there is a single block; if slots are positions, it also serves
-            # all blocks at the same distance from their keys
+            # the last mask serves the next layer too if there is a single block; if slots are
+            # positions, it also serves all blocks at the same distance from their keys
             is_shared = self._cache.is_contiguous and self._chosen is None
             where = rows.start - keys.start if is_shared else rows.start
             key = (where, rows.stop - rows.start, keys.stop - keys.start, device)
@@ -80,11 +84,11 @@ class AttentionMask:
             yield rows, keys, self._made[1]
 
     def visible(self, rows: slice, keys: slice) -> Tensor | None:
-        """[b, k] bool: which keys the queries attend to, or [g, b, k] if heads store different tokens; None for all."""
+        """Mark [b, k] the keys that each query attends to, [g, b, k] if heads differ; None: all."""
         terms, query = [], self._positions[rows, None]
         if self._chosen is not None:
             terms.append(self._chosen[None, keys])
-        if rows.start < self._m - 1:  # not for the newest token alone: no stored token is after it
+        if rows.start < self._m - 1:  # no stored token comes after the newest one
             terms.append(self._cache.positions[..., None, keys] <= query)
         # if all tokens are stored, the keys in reach of a single query are its window
         is_cut = self._m == 1 and self._cache.is_contiguous and keys == self._in_reach(rows)
@@ -97,13 +101,14 @@ class AttentionMask:
         return terms[0]
 
     def visible_last(self, rows: slice, keys: slice) -> Tensor | None:
-        """`visible` without the first keys, to which all queries of the block attend."""
+        """Run `visible` without the first keys, to which all queries of the block attend."""
         if self._chosen is None and self.window is None and self._cache.is_ascending:
-            keys = slice(max(keys.start, self._s - self._m + rows.start + 1), keys.stop)
+            first = max(keys.start, self._s - self._m + rows.start + 1)
+            keys = slice(first, keys.stop)
         return self.visible(rows, keys)
 
     def _in_reach(self, rows: slice) -> slice:
-        """The slots that a query of the block may attend to; a few more if the host does not know their positions."""
+        """Find the slots that a block may attend to; more if the host does not know positions."""
         before = self._s - self._m
         if self.window is None or not self._cache.is_ascending:
             return slice(0, before + rows.stop)
@@ -114,28 +119,32 @@ class AttentionMask:
 class PositionSortedMask(AttentionMask):
     """A mask of queries that attend to a copy of the set's tokens, sorted by position.
 
-    A query attends to the set's tokens up to its own position, which are the first ones of this copy.
-
-    ranks: [m] for each query, the number of these tokens, itself included.
+    ranks: [m] for each query, how many of the first ones it attends to, up to itself.
     """
 
     def __init__(
-        self, cache: GroupCache, positions: Tensor, chosen: Chosen | None, window: int | None, ranks: Sequence[int]
+        self,
+        cache: GroupCache,
+        positions: Tensor,
+        chosen: Chosen | None,
+        window: int | None,
+        ranks: Sequence[int],
     ) -> None:
         super().__init__(cache, positions, chosen, window)
         far = torch.iinfo(torch.long).max
-        by_position = cache.positions if chosen is None else torch.where(chosen[0], cache.positions, far)
+        places = cache.positions
+        by_position = places if chosen is None else torch.where(chosen[0], places, far)
         self._slots = by_position.argsort()[: ranks[-1]]
-        self._key_positions = cache.positions[self._slots]
+        self._key_positions = places[self._slots]
         self._ranks = np.array(ranks)
 
     def blocks_in_order(
         self, form: Callable[[Tensor], Tensor], pairs: int, splits: bool, device: torch.device
     ) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Blocks of queries: rows, keys, and their mask on `device`.
+        """Yield blocks of queries: rows, keys, and their mask on `device`.
 
-        form: as in `blocks`. pairs: the most (query, key) pairs of a block of several queries. splits: leave out the
-            keys before the first query's own, to which all queries of the block attend. No window may hide these.
+        pairs: the most (query, key) pairs of a block of several queries. splits: leave out the keys
+            before the first query's, to which all of the block attend. No window may hide these.
         """
         start = 0
         while start < self._m:

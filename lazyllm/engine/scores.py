@@ -15,11 +15,11 @@ from lazyllm.engine.devices import tf32_products, to_device
 from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
 from lazyllm.engine.kernels import capped
 
-# Scores that a sum over queries holds at once: on a CPU they fit its caches; elsewhere they take 128 MB in float32
+# Scores that a sum over queries holds at once: on a CPU they fit its caches, else they take 128 MB
 SUMMED_ON_CPU, SUMMED = 2**22, 2**25
 
-# (slice of queries, slice of keys) -> [b, k] bool: which of the last k keys each query attends to, beside all keys
-# before these. None: all queries attend to all keys (`AttentionMask.visible_last`)
+# (slice of queries, slice of keys) -> [b, k] bool: which of the last k keys each query attends to,
+# after all keys before these. None: all attend to all (`AttentionMask.visible_last`)
 Visible = Callable[[slice, slice], Tensor | None]
 
 
@@ -31,38 +31,46 @@ def attention_scores(
     softcap: float | None = None,
     spec: ScoreSpec = NO_SCORES,
 ) -> Tensor:
-    """The scores of one layer that `spec` describes; by default Eq. 1, the newest token's attention, mean over heads.
+    """Compute the scores of one layer that `spec` describes; by default Eq. 1.
 
     query [1, h, m, d] and key [1, g, s, d] after RoPE; the newest token is the last query.
     visible: which keys the last queries attend to.
     softcap: the bound c of attention logits, c * tanh(logits / c), as in Gemma 2.
 
-    Returns [h, w, s], w = min(spec.queries, m), without the dimensions that `ScoreSpec` reduces, in float32 (float64
-    for a float64 model); a probability is 0 if a token is not attended to. The cost is h*w*s*d.
+    Returns [h, w, s], w = min(spec.queries, m), without the dimensions that `ScoreSpec` reduces, in
+    float32 (float64 for a float64 model); a probability is 0 if a token is not attended to.
     """
     if spec.summed is not None:
         return _summed_scores(query, key, visible, scaling, softcap, spec)
     m = query.shape[2]
-    logits = _logits(query, key, visible, slice(m - min(spec.queries, m), m), key.shape[2], scaling, softcap)
+    rows = slice(m - min(spec.queries, m), m)
+    logits = _logits(query, key, visible, rows, key.shape[2], scaling, softcap)
     scores = logits if spec.raw else logits.softmax(dim=-1)
     scores = scores if spec.per_head else scores.mean(dim=0)
     return scores.squeeze(-2) if spec.queries == 1 else scores
 
 
 def _logits(
-    query: Tensor, key: Tensor, visible: Visible, rows: slice, keys: int, scaling: float, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    visible: Visible,
+    rows: slice,
+    keys: int,
+    scaling: float,
+    softcap: float | None,
 ) -> Tensor:
-    """[h, w, keys] of the queries in `rows` and the first `keys` keys; -inf if a key is not attended to."""
+    """Compute [h, w, keys] of the queries in `rows` and the first keys; -inf if not attended to."""
     heads, kv_heads, d = query.shape[1], key.shape[1], query.shape[-1]
     w = rows.stop - rows.start
-    # [1, h, w, d] -> [g, h/g * w, d]: the query heads that share a key head become the rows of one product
+    # [1, h, w, d] -> [g, h/g * w, d]: heads that share a key head become the rows of one product
     last = query[:, :, rows].reshape(kv_heads, heads // kv_heads * w, d)
-    # float16 could overflow here, though not in attention itself; bfloat16 would blur the comparison
+    # float16 could overflow here, though not in attention itself; bfloat16 would blur comparisons
     exact = torch.promote_types(query.dtype, torch.float32)
-    last, of_keys = last.to(exact), key[0, :, :keys].to(exact).transpose(-1, -2)
+    last, columns = last.to(exact), key[0, :, :keys].to(exact).transpose(-1, -2)
     # scaled after the product: TF32 holds 16-bit inputs exactly, but not their multiples
     with tf32_products(query.is_cuda and query.element_size() == 2):
-        products = torch.baddbmm(last[..., :1], last, of_keys, beta=0, alpha=scaling)  # beta=0: adds nothing
+        # beta=0: adds nothing
+        products = torch.baddbmm(last[..., :1], last, columns, beta=0, alpha=scaling)
     logits = capped(products, softcap).view(heads, w, keys)
     attended = to_device(visible(rows, slice(0, keys)), key.device)
     if attended is None:
@@ -79,9 +87,14 @@ def _minus_infinity(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _summed_scores(
-    query: Tensor, key: Tensor, visible: Visible, scaling: float, softcap: float | None, spec: ScoreSpec
+    query: Tensor,
+    key: Tensor,
+    visible: Visible,
+    scaling: float,
+    softcap: float | None,
+    spec: ScoreSpec,
 ) -> Tensor:
-    """`attention_scores` with `spec.summed`: [h, s], or [s]. Blocks of queries run over the keys up to their end."""
+    """Sum over queries, [h, s] or [s]. Blocks of queries run over the keys up to their end."""
     heads, m, s = query.shape[1], query.shape[2], key.shape[2]
     w = min(spec.queries, m)
     exact = torch.promote_types(query.dtype, torch.float32)

@@ -1,16 +1,20 @@
-"""lm-evaluation-harness on a model with pruned prompts: `--model lazyllm`. Needs the extra [lm-eval].
+"""lm-evaluation-harness on a model with pruned prompts: `--model lazyllm`.
 
-    lazyllm-bench lm-eval --model lazyllm --model_args pretrained=tiny,method=lazy,schedule=2:0.7+5:0.7 --tasks ...
-    lazyllm-bench lm-eval --model lazyllm --model_args '{"pretrained": "tiny", "schedule": {"2": 0.7}}' --tasks ...
+    lazyllm-bench lm-eval --model lazyllm \\
+        --model_args pretrained=tiny,method=lazy,schedule=2:0.7+5:0.7 --tasks ...
+    lazyllm-bench lm-eval --model lazyllm \\
+        --model_args '{"pretrained": "tiny", "schedule": {"2": 0.7}}' --tasks ...
 
-This is lm-eval's command line with one more model, which its own `lm_eval` does not know. Without --device, the
-accelerator is used if there is one. In Python, `import lazyllm.integrations.lm_eval` is enough for
-`simple_evaluate(model="lazyllm", ...)`. Token ids, truncation, chat templates, stop strings and results are lm-eval's.
+This is lm-eval's command line with one more model, which its own `lm_eval` does not know; it needs
+the extra [lm-eval]. Without --device, the accelerator is used if there is one. In Python, `import
+lazyllm.integrations.lm_eval` is enough for `simple_evaluate(model="lazyllm", ...)`. Token ids,
+truncation, chat templates, stop strings and results are lm-eval's.
 """
 
 import inspect
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,30 +35,25 @@ try:
     from lm_eval.utils import simple_parse_args_string
 except ImportError as error:
     raise UserError(
-        f"lm-evaluation-harness could not be imported ({error}): pip install 'lazyllm-bench[lm-eval]'"
+        f"lm-evaluation-harness could not be imported ({error}): pip install "
+        "'lazyllm-bench[lm-eval]'"
     ) from error
 
-from lazyllm.engine.batch import BATCH_SIZE, generate_requests
-from lazyllm.engine.generation import Forced, Request
+from lazyllm.engine.generation import BATCH_SIZE, Forced, Generation, answer_many
 from lazyllm.engine.inputs import Prompt
 from lazyllm.integrations.transformers_generate import using
 from lazyllm.methods import about_the_method, code_of, make
-from lazyllm.models.load import (
-    as_device,
-    check_fits,
-    check_loading,
-    load_config,
-    load_tokenizer_of,
-    load_weights,
-    with_dtype,
-)
+from lazyllm.models.config import as_device, check_loading, load_config, with_dtype
+from lazyllm.models.load import load_weights
+from lazyllm.models.tokenizers import check_fits, load_tokenizer_of
 from lazyllm.spec import AUTO, ModelSpec
 
 _HFLM: Any = huggingface.HFLM  # its decorator hides its type
 _Request = tuple[Any, list[int], list[int]]  # key in lm-eval's cache, context, continuation
 # Arguments that are passed on to lm-eval's `hf`
 _OF_HF = frozenset(
-    {"max_length", "softmax_dtype", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"}
+    {"max_length", "softmax_dtype", "prefix_token_id"}
+    | {"think_end_token", "enable_thinking", "chat_template_args"}
 )
 
 
@@ -62,16 +61,18 @@ _OF_HF = frozenset(
 class PrunedLM(_HFLM):
     """A model whose contexts are prefilled by a method, for lm-eval.
 
-    pretrained, dtype, device, revision, tokenizer, attn_implementation: as in `lazyllm.load_model`. gguf_file: a GGUF
-        file of the folder or repository, as in lm-eval's `hf`.
-    batch_size: likelihoods that are computed together, each pruned by its own length; "auto" is 8. Answers come one
-        after the other.
+    pretrained, dtype, device, revision, tokenizer, attn_implementation: as in `load_model`.
+    gguf_file: a GGUF file of the folder or repository, as in lm-eval's `hf`.
+    batch_size: likelihoods that are computed together, each pruned by its own length; "auto" is 8.
+        Answers come one after the other.
     max_batch_size: ignored; lm-eval passes it to every model.
-    settings: the method's hyperparameters (a schedule as `2:0.7+5:0.7`), and arguments of lm-eval's `hf`.
+    settings: the method's hyperparameters (a schedule as `2:0.7+5:0.7`), and arguments of `hf`.
 
-    loglikelihood: the context is the prompt that the method prunes; the continuation's tokens are fed one by one.
-    loglikelihood_rolling: in lm-eval the whole text is the continuation, after a prompt of one token. Nothing is left
-        to prune, so methods that prune prompt tokens only give the baseline's perplexity.
+    loglikelihood: the context is the prompt that the method prunes; the continuation's tokens are
+        fed one by one.
+    loglikelihood_rolling: in lm-eval the whole text is the continuation, after a prompt of one
+        token. Nothing is left to prune, so methods that prune prompt tokens only give the
+        baseline's perplexity.
     generate_until: as in lm-eval's `hf`; beams are refused (`lazyllm.using`).
 
     Raises UserError, before the weights load if possible.
@@ -92,23 +93,32 @@ class PrunedLM(_HFLM):
         gguf_file: str | None = None,
         **settings: Any,
     ) -> None:
-        spec = ModelSpec(pretrained, "auto", dtype, device, revision, tokenizer, attn_implementation, gguf=gguf_file)
+        spec = ModelSpec(
+            pretrained,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            tokenizer=tokenizer,
+            attn_implementation=attn_implementation,
+            gguf=gguf_file,
+        )
         config = check_loading(spec)
         self._spec = with_dtype(spec)
-        of_hf = {key: settings.pop(key) for key in _OF_HF & settings.keys()}
+        passed_on = {key: settings.pop(key) for key in _OF_HF & settings.keys()}
         self.method = make(method, settings)
         with about_the_method(f"method {method!r}"):
             self.method.check(config)
             self.method.check_prompt(Prompt(torch.tensor([0])))
         self.method_code = code_of(method)
+        is_auto = str(batch_size).startswith("auto")  # "auto:N" too
         super().__init__(
             pretrained,
             backend="causal",
             tokenizer=tokenizer,
             device=str(as_device(device)),
             dtype=self._spec.dtype,
-            batch_size=BATCH_SIZE if str(batch_size).startswith("auto") else batch_size,  # "auto:N" too
-            **of_hf,
+            batch_size=BATCH_SIZE if is_auto else batch_size,
+            **passed_on,
         )
 
     # Hooks of lm-eval's `hf`: config, tokenizer and weights are loaded by lazyllm
@@ -117,16 +127,16 @@ class PrunedLM(_HFLM):
         self._config = load_config(self._spec)
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **_: Any) -> None:
-        own = load_tokenizer_of(self._spec)
-        assert own is not None  # None is of random weights alone
-        check_fits(own, self._spec)
-        self.tokenizer = own
+        loaded = load_tokenizer_of(self._spec)
+        assert loaded is not None  # None is of random weights alone
+        check_fits(loaded, self._spec)
+        self.tokenizer = loaded
 
     def _create_model(self, pretrained: str, **_: Any) -> None:
         self._model = load_weights(replace(self._spec, device=str(self._device)))
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes about the model into its results."""
+        """Describe the model as lm-eval writes it into its results."""
         return {
             "model_num_parameters": self.model.num_parameters(),
             "model_dtype": self.model.dtype,
@@ -137,49 +147,72 @@ class PrunedLM(_HFLM):
         }
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[_Request], disable_tqdm: bool = False, override_bs: int | None = None
+        self,
+        requests: Sequence[_Request],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """(log-probability, whether greedy decoding gives it) of each request's continuation, in order."""
-        by_context: dict[tuple[int, ...], list[int]] = {}
-        for number, (_, context, continuation) in enumerate(requests):
-            m, most = len(continuation), self.max_length
-            if not 1 <= m <= most:
-                raise ValueError(f"a continuation has {m} tokens, expected 1 to {most} (max_length)")
-            kept = context[m - 1 - most :]  # leaves room for the continuation without its last token
-            by_context.setdefault(tuple(kept), []).append(number)
-        # each prefill answers a group of requests: at most one continuation of several tokens, and those of one token,
-        # which need the prefill's logits only
-        prefills, groups = list[Request](), list[tuple[Forced, list[int]]]()
-        for context, numbers in by_context.items():
-            longer = [number for number in numbers if len(requests[number][2]) > 1]
-            single = [number for number in numbers if number not in longer]
-            for group in [single + longer[:1], *([number] for number in longer[1:])]:
-                sampler = Forced(requests[group[-1]][2])
-                prefills.append(Request(Prompt(torch.tensor(context)), self.method, len(sampler.token_ids), sampler))
-                groups.append((sampler, group))
+        """Return (log-probability, whether greedy decoding gives it) of each continuation."""
+        groups = self._share_prefills(requests)
+        generations = []
+        for context, group in groups:
+            forced = Forced(requests[group[-1]][2])
+            prompt = Prompt(torch.tensor(context))
+            most = len(forced.token_ids)
+            generations.append(Generation(self.model, prompt, self.method, most, forced))
         found: dict[int, tuple[float, bool]] = {}
-        for index, _ in generate_requests(self.model, prefills, self.batch_size):
-            sampler, group = groups[index]
+        for index, generation in answer_many(self.model, generations, self.batch_size):
+            sampler: Any = generation.sampler
             logits = torch.stack(sampler.logits)
             sampler.logits.clear()
-            for number in group:
+            for number in groups[index][1]:
                 key, _, continuation = requests[number]
                 found[number] = self._score(logits[: len(continuation)], continuation)
                 if key is not None:  # a window of a rolling request has no key
                     self.cache_hook.add_partial("loglikelihood", key, found[number])
         return [found[number] for number in range(len(requests))]
 
+    def _share_prefills(
+        self, requests: Sequence[_Request]
+    ) -> list[tuple[tuple[int, ...], list[int]]]:
+        """Group the numbers of requests that one prefill answers, with its context.
+
+        They are at most one continuation of several tokens, the last, and those of one token, which
+        need the prefill's logits only.
+        """
+        by_context = defaultdict[tuple[int, ...], list[int]](list)
+        for number, (_, context, continuation) in enumerate(requests):
+            m, most = len(continuation), self.max_length
+            if not 1 <= m <= most:
+                raise ValueError(
+                    f"a continuation has {m} tokens, expected 1 to {most} (max_length)"
+                )
+            # leaves room for the continuation without its last token
+            by_context[tuple(context[m - 1 - most :])].append(number)
+        groups = []
+        for context, numbers in by_context.items():
+            longer = [number for number in numbers if len(requests[number][2]) > 1]
+            single = [number for number in numbers if number not in longer]
+            groups.append((context, single + longer[:1]))
+            groups += [(context, [number]) for number in longer[1:]]
+        return groups
+
     def _score(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
-        """The log-probability of the continuation's m tokens by logits [m, v], and whether greedy decoding gives it."""
+        """Score a continuation of m tokens by logits [m, v], as `_loglikelihood_tokens` does."""
         wanted = torch.tensor(continuation, device=logits.device)
-        logs = F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype).gather(1, wanted[:, None])[:, 0]
-        total = float(logs.sum())
+        logs = F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
+        total = float(logs.gather(1, wanted[:, None])[:, 0].sum())
         if math.isnan(total):
             raise FloatingPointError("the model's logits are not finite (NaN or infinite)")
         return total, bool((logits.argmax(dim=-1) == wanted).all())
 
-    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
-        """context [b, n], padded on the left -> [b, n + longest answer], by lm-eval's own call of `model.generate`."""
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], **settings: Any
+    ) -> Tensor:
+        """Continue context [b, n], padded on the left: [b, n + longest answer].
+
+        Each row is a call of `model.generate` by lm-eval.
+        """
         n, answers = context.shape[1], list[Tensor]()
         with using(self.model, self.method):
             for row, seen in zip(context, settings.pop("attention_mask").bool(), strict=True):
@@ -194,7 +227,7 @@ class PrunedLM(_HFLM):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """lm-eval's command line with one more model. arguments: None takes those of the process. Raises UserError."""
+    """Run lm-eval's command line with one more model. arguments: None takes the process's."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = {argument.partition("=")[0] for argument in arguments}
     if not options or options <= {"-h", "--help"}:
@@ -206,9 +239,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cli_evaluate()
 
 
-def _name_of(model_args: str | dict[str, Any] | None, own: Any = GeneralConfigTracker._get_model_name) -> str | None:
-    """The name by which lm-eval calls a model's folder of results, with the method and its settings."""
-    name, given = own(model_args), model_args or {}
+def _name_of(
+    model_args: str | dict[str, Any] | None,
+    name_before: Any = GeneralConfigTracker._get_model_name,
+) -> str | None:
+    """Name lm-eval's folder of a model's results, with the method and its settings."""
+    name, given = name_before(model_args), model_args or {}
     given = simple_parse_args_string(given) if isinstance(given, str) else given
     loading = inspect.signature(PrunedLM.__init__).parameters.keys() | _OF_HF
     settings = [f"{key}={value}" for key, value in given.items() if key not in loading]

@@ -1,4 +1,4 @@
-"""The command `methods`: all methods, installed packages' included, with their hyperparameters. Without torch."""
+"""The command `methods`: all methods, installed packages' included, with their hyperparameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lazyllm.methods import by_name, code_of, known, settings_of
 
 
 def lines() -> Iterator[str]:
-    """Two lines per method: its name and summary, then `hyperparameter=default`, `=?` if there is no default."""
+    """Yield two lines per method: name and summary, then `hyperparameter=default` or `=?`."""
     for name in known():
         try:
             kind, package = by_name(name), code_of(name)
@@ -21,18 +21,19 @@ def lines() -> Iterator[str]:
             continue
         does = (kind.__doc__ or "").partition("\n")[0]
         yield f"{name}: {does}" + (f" ({package.rpartition(' ')[0]})" if package else "")
-        yield "    " + (" ".join(f"{key}={_shown(value)}" for key, value in settings_of(kind).items()) or "-")
+        settings = settings_of(kind).items()
+        yield "    " + (" ".join(f"{key}={_as_written(value)}" for key, value in settings) or "-")
 
 
-def _shown(default: Any) -> str:
-    """A default in the command line's syntax."""
+def _as_written(default: Any) -> str:
+    """Write a default in the command line's syntax."""
     if default is MISSING:
         return "?"
     return json.dumps(default) if default is None or isinstance(default, bool) else str(default)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command `methods`. Returns the exit code."""
+    """Run the command `methods`. Returns the exit code."""
     parser_of("methods", __doc__).parse_args(arguments)
     print("\n".join(lines()))
     return 0

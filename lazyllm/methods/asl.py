@@ -1,8 +1,7 @@
-"""ASL: cut the prompt once, after a layer chosen for this prompt (Taniguchi et al. 2026, arXiv 2601.07667)."""
+"""ASL: cut the prompt once, after a layer chosen for it (Taniguchi 2026, arXiv 2601.07667)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,14 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
-from lazyllm.methods.support.hyperparameters import (
-    check_count_or_ratio,
-    check_int,
-    check_odd,
-    check_positive,
-    checked,
-    count_of,
-)
+from lazyllm.methods.support.hyperparameters import Count, Odd, Positive, Ratio, count_of
 from lazyllm.methods.support.ranking import best_and_window, rank, sum_over_first, window_scores
 
 if TYPE_CHECKING:
@@ -29,28 +21,31 @@ if TYPE_CHECKING:
 class ASL(Prune):
     """Cut the prompt after the first layer at which the ranks of its best tokens have settled.
 
-    first: 1-based layer from which tokens are ranked; None for 11/32 of the depth (the authors' index 10 of 32 layers),
-        at a layer that sees the whole prompt (`Depth.at_share`).
+    first: 1-based layer from which tokens are ranked; None for 11/32 of the depth (the authors'
+        index 10 of 32 layers), at a layer that sees the whole prompt (`Depth.at_share`).
     threshold: cut if the variance of ranks is below this share of the first variance, or is 0.
-    keep: tokens kept beside the window, as a number (int) or share of the prompt, rounded up (float).
+    keep: tokens kept beside the window, as a number (int) or share of the prompt, rounded up
+        (float).
     window: number of last tokens; their attention ranks the others, and they always stay.
-    layers: number of ranked layers that a variance is taken over; None for a quarter of the depth (the authors' 8 of
-        32), at least 2. Where some layers see the whole prompt, only these count, and are ranked.
+    layers: number of ranked layers that a variance is taken over; None for a quarter of the depth
+        (the authors' 8 of 32), at least 2. Where some layers see the whole prompt, only these
+        count, and are ranked.
     pool: odd width of the average pooling of scores.
-    retain: tokens that each key head of each layer stores (SnapKV), the window among them, as a number or share; None
-        for the value of `keep`. 1 turns SnapKV off.
+    retain: tokens that each key head of each layer stores (SnapKV), the window among them, as a
+        number or share; None for the value of `keep`. 1 turns SnapKV off.
 
-    Variance: of a token's ranks in the last `layers` layers; mean over the tokens that are among the `keep` best in at
-    least one of these layers. Scores are FastKV's, summed over heads. Tokens keep their positions. Nothing is cut if
-    the prompt has at most `keep` + `window` tokens.
+    Variance: of a token's ranks in the last `layers` layers; mean over the tokens that are among
+    the `keep` best in at least one of these layers. Scores are FastKV's, summed over heads. Tokens
+    keep their positions. Nothing is cut if the prompt has at most `keep` + `window` tokens.
 
-    The number of tokens in each layer depends on the prompt, so no `keep` is solved for a speedup. `groups` and
-    `ideal_speedup` assume the earliest likely cut: one ranked layer after that of the first variance, or at that layer
-    if the threshold is above 1. `Generation.computed` and `ideal_speedup(..., computed=...)` give the actual one. At
-    each ranked layer from that of the first variance to the cut, the method waits once for the device.
+    The number of tokens in each layer depends on the prompt, so no `keep` is solved for a speedup.
+    `groups` and `ideal_speedup` assume the earliest likely cut: one ranked layer after that of the
+    first variance, or at that layer if the threshold is above 1. `Generation.computed` gives the
+    actual one. At each ranked layer from that of the first variance to the cut, the method waits
+    once for the device.
 
-    Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no licence).
-    Written from scratch. Ours: a variance of 0 cuts; ties go to the lower position.
+    Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no
+    licence). Written from scratch. Ours: a variance of 0 cuts; ties go to the lower position.
     """
 
     label = "ASL"
@@ -62,32 +57,32 @@ class ASL(Prune):
     adaptive = True
     forget = False
 
-    first: int | None = checked(check_int, None)
-    threshold: float = checked(check_positive, 0.3, below=math.inf)
-    keep: float = checked(check_count_or_ratio, 2048)
-    window: int = checked(check_int, 32)
-    layers: int | None = checked(check_int, None)
-    pool: int = checked(check_odd, 7)
-    retain: float | None = checked(check_count_or_ratio, None)
+    first: Count | None = None
+    threshold: Positive = 0.3
+    keep: Count | Ratio = 2048
+    window: Count = 32
+    layers: Count | None = None
+    pool: Odd = 7
+    retain: Count | Ratio | None = None
 
     def scoring_layers(self, depth: Depth) -> list[int]:
-        """The layers that are ranked: from `first` on, without the last one, after which nothing is left to cut."""
+        # the ranked ones: without the last one, after which nothing is left to cut
         first = at_depth(self.first, depth, Fraction(11, 32), "first")
         return depth.among(range(first, depth.count))
 
     def _cuts(self, depth: Depth) -> list[int]:
-        """The layers after which the cut can be: those at which `layers` of them have been ranked."""
+        """Name the layers after which the cut can be: `layers` of them have been ranked there."""
         return self.scoring_layers(depth)[self._averaged(depth) - 1 :]
 
     def _averaged(self, depth: Depth) -> int:
-        """The number of ranked layers that a variance is taken over."""
+        """Count the ranked layers that a variance is taken over."""
         return self.layers or max(2, len(depth.full) // 4)
 
     def _after_cut(self, n: int) -> int:
         return min(n, count_of(self.keep, n) + self.window)
 
     def _stored(self, n: int) -> int:
-        """The greatest number of n tokens that each key head stores."""
+        """Count the most of n tokens that each key head stores."""
         if self.retain == 1:
             return n
         return max(count_of(self.keep if self.retain is None else self.retain, n), self.window)
@@ -133,7 +128,10 @@ class ASL(Prune):
 
 
 def rank_variance(ranks: list[Tensor], count: int) -> Tensor:
-    """Variance of a token's ranks, mean over those among the `count` best of any ranking. ranks: [o] each, from 0."""
+    """Average the variance of a token's ranks over those among the `count` best of any ranking.
+
+    ranks: [o] each, from 0.
+    """
     import torch
 
     stacked = torch.stack(ranks).double()

@@ -9,7 +9,7 @@ from lazyllm.engine.method import Method
 
 @dataclass(frozen=True)
 class Baseline(Method):
-    """No pruning. It runs in the same loop and cache as the methods, so a speedup is the method's own."""
+    """No pruning. It runs in the same loop and cache as the methods, so a speedup is theirs."""
 
     label = "baseline"
     order = 0

@@ -1,16 +1,16 @@
-"""FastKV: one cut half-way, and SnapKV in every layer's cache (Jo et al. 2025, arXiv 2502.01068)."""
+"""FastKV: one cut half-way, and SnapKV in every layer's cache (Jo 2025, arXiv 2502.01068)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
-from lazyllm.methods.support.hyperparameters import check_choice, check_int, check_odd, check_ratio, checked, share_of
+from lazyllm.methods.support.hyperparameters import Count, Odd, Ratio, share_of
 from lazyllm.methods.support.ranking import best_and_window, sum_over_first, window_scores
 
 if TYPE_CHECKING:
@@ -19,24 +19,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HalfwayCut(Prune):
-    """The common part of FastKV and CLAA: one cut after a layer, by the attention of the last tokens.
+    """The common part of FastKV and CLAA: one cut after a layer, by the last tokens' attention.
 
-    layer: 1-based layer after which the cut is; None for half of the depth (the authors' 16 of 32, 20 of 40), at a
-        layer that sees the whole prompt (`Depth.at_share`).
-    keep: share of the n prompt tokens that go on, rounded down; it includes the window, and is at least the window.
+    layer: 1-based layer after which the cut is; None for half of the depth (the authors' 16 of 32,
+        20 of 40), at a layer that sees the whole prompt (`Depth.at_share`).
+    keep: share of the n prompt tokens that go on, rounded down; it includes the window, and is at
+        least the window.
     window: number of last tokens; their attention scores the others, and they always stay.
     pool: odd width of the pooling of scores along the prompt.
     """
 
     forget = False
 
-    layer: int | None = checked(check_int, None)
-    keep: float = checked(check_ratio, 0.2)
-    window: int = checked(check_int, 8, kw_only=True)
-    pool: int = checked(check_odd, 7, kw_only=True)
+    layer: Count | None = None
+    keep: Ratio = 0.2
+    window: Count = field(default=8, kw_only=True)
+    pool: Odd = field(default=7, kw_only=True)
 
     def cut_after(self, depth: Depth) -> int:
-        """The layer after which the cut is. Raises ValueError if it is beyond the model."""
+        """Find the layer after which the cut is. Raises ValueError if it is beyond the model."""
         return at_depth(self.layer, depth, Fraction(1, 2))
 
     def pruning_layers(self, depth: Depth) -> tuple[int, ...]:
@@ -46,7 +47,7 @@ class HalfwayCut(Prune):
         return (self.cut_after(depth),)
 
     def kept_of(self, n: int) -> int:
-        """The number of n tokens that go on after the cut."""
+        """Count how many of n tokens go on after the cut."""
         return min(n, max(share_of(self.keep, n), self.window))
 
     def score_spec(self, layers: range, depth: Depth) -> ScoreSpec:
@@ -55,16 +56,18 @@ class HalfwayCut(Prune):
 
 @dataclass(frozen=True)
 class FastKV(HalfwayCut):
-    """Cut the prompt once, after a layer, by the attention of the last tokens; each key head stores its own best.
+    """Cut once, after a layer, by the last tokens' attention; each key head stores its best.
 
     layer, keep, window, pool: as in `HalfwayCut`.
-    retain: share of n that each key head stores in each layer up to `layer` (SnapKV), rounded as `keep`; in later
-        layers retain/keep of the tokens that entered them. 1 turns SnapKV off: layers store all that entered them.
+    retain: share of n that each key head stores in each layer up to `layer` (SnapKV), rounded as
+        `keep`; in later layers retain/keep of the tokens that entered them. 1 turns SnapKV off:
+        layers store all that entered them.
     pooling: of scores along the prompt, "max" or "average".
 
-    Scores: probabilities summed over the window's queries, pooled for each query head, summed over heads. Tokens keep
-    their positions. The key heads of a layer store different tokens, by this layer's scores; decoding sees only these.
-    A layer with a sliding window thereby loses only what it will not see again.
+    Scores: probabilities summed over the window's queries, pooled for each query head, summed over
+    heads. Tokens keep their positions. The key heads of a layer store different tokens, by this
+    layer's scores; decoding sees only these. A layer with a sliding window thereby loses only what
+    it will not see again.
 
     Source: the authors' code (dongwonjo/FastKV, commit b978769, MIT), described and written anew.
     Ours: shares only, no constant budgets; ties go to the lower position; no prompt is too short.
@@ -78,11 +81,11 @@ class FastKV(HalfwayCut):
     shown_parameters = ("retain",)
     keep_all: ClassVar[Mapping[str, Any]] = {"keep": 1.0, "retain": 1}
 
-    retain: float = checked(check_ratio, 0.1)
-    pooling: str = checked(check_choice, "max", choices=("max", "average"))
+    retain: Ratio = 0.1
+    pooling: Literal["max", "average"] = "max"
 
     def stored(self, m: int, is_late: bool) -> int:
-        """How many of the m tokens entering a layer each key head stores. is_late: the layer is after the cut."""
+        """Count how many of a layer's m tokens each key head stores. is_late: after the cut."""
         if self.retain == 1:
             return m
         share = Fraction(str(self.retain)) / (Fraction(str(self.keep)) if is_late else 1)

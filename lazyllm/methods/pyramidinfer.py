@@ -1,4 +1,4 @@
-"""PyramidInfer: fewer of the older tokens after every layer (Yang et al. 2024, arXiv 2405.12532)."""
+"""PyramidInfer: fewer of the older tokens after every layer (Yang 2024, arXiv 2405.12532)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune, groups_between
-from lazyllm.methods.support.hyperparameters import check_int, check_positive, check_ratio, checked, share_of
+from lazyllm.methods.support.hyperparameters import CountOrZero, Positive, Ratio, share_of
 from lazyllm.methods.support.ranking import rank
 
 if TYPE_CHECKING:
@@ -18,21 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PyramidInfer(Prune):
-    """Keep a share of the older tokens after every layer but the last, by the attention of the recent tokens.
+    """Keep a share of the older tokens after every layer but the last, by recent ones' attention.
 
-    recent: share of the prompt, its last tokens, rounded down, at least 1 token: they score the others and always stay.
-    decay: after layer l of L, the share (1 - decay)(cos(pi (l - 1) / L) + 1) / 2 + decay of the older tokens that
-        entered it stays, rounded down. Shares multiply. Layers with a sliding window drop nothing, unless all layers
-        have one: the next layer that sees the whole prompt drops what they would have dropped.
-    weight: of the newest recent query; the oldest has weight 1, the weights between are evenly spaced.
+    recent: share of the prompt, its last tokens, rounded down, at least 1: they score the others
+        and always stay.
+    decay: after layer l of L, the share (1 - decay)(cos(pi (l - 1) / L) + 1) / 2 + decay of the
+        older tokens that entered it stays, rounded down. Shares multiply. Layers with a sliding
+        window drop nothing, unless all layers have one: the next layer that sees the whole prompt
+        drops what they would have dropped.
+    weight: of the newest recent query; the oldest has weight 1, the others are spaced evenly.
     first: number of first tokens that always stay.
 
-    Scores: the weighted sum of probabilities over the recent queries, mean over heads. Tokens keep their positions.
-    Each layer stores all tokens that entered it.
+    Scores: the weighted sum of probabilities over the recent queries, mean over heads. Tokens keep
+    their positions. Each layer stores all tokens that entered it.
 
-    Source: the paper and a description of the code (mutonix/pyramidinfer, commit 61ac641, which has no licence).
-    Written from scratch. Ours: the cosine schedule only; scores in blocks of queries instead of whole attention
-    matrices. Scoring is extra work here, which `scoring_flops` counts.
+    Source: the paper and a description of the code (mutonix/pyramidinfer, commit 61ac641, which has
+    no licence). Written from scratch. Ours: the cosine schedule only; scores in blocks of queries
+    instead of whole attention matrices. Scoring is extra work here, which `scoring_flops` counts.
     """
 
     label = "PyramidInfer"
@@ -42,10 +44,10 @@ class PyramidInfer(Prune):
     target_parameter = "decay"
     forget = False
 
-    recent: float = checked(check_ratio, 0.2)
-    decay: float = checked(check_ratio, 0.9)
-    weight: float = checked(check_positive, 1.2)
-    first: int = checked(check_int, 4, least=0)
+    recent: Ratio = 0.2
+    decay: Ratio = 0.9
+    weight: Positive = 1.2
+    first: CountOrZero = 4
 
     scoring_flops = Prune.scores_flops
 
@@ -57,8 +59,10 @@ class PyramidInfer(Prune):
         older, kept = n - recent, {}
         before, forced = older, min(self.first, older)
         for layer in range(1, depth.count):
-            share = (1 - self.decay) * (cos(pi * (layer - 1) / depth.count) + 1) / 2 + self.decay
-            older = max(floor(share * older + 1e-9), forced)  # 1e-9: rounding must not cost a token
+            wave = (cos(pi * (layer - 1) / depth.count) + 1) / 2
+            share = (1 - self.decay) * wave + self.decay
+            # 1e-9: rounding must not cost a token
+            older = max(floor(share * older + 1e-9), forced)
             if layer in pruning and older < before:
                 before, kept[layer] = older, older + recent
         return kept

@@ -1,4 +1,4 @@
-"""Random token drop (a baseline of the LazyLLM paper, after Random-LTD, Yao et al. 2022, arXiv 2211.11586)."""
+"""Random token drop (a baseline of the LazyLLM paper, after Random-LTD, arXiv 2211.11586)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.hyperparameters import check_bool, check_int, check_ratio, checked, keep_count
+from lazyllm.methods.support.hyperparameters import CountOrZero, Ratio, keep_count
 
 if TYPE_CHECKING:
     from lazyllm.engine.decoder import Decoder
@@ -23,12 +23,13 @@ class RandomDrop(Select):
 
     keep: share of the prompt tokens that the model sees, `ceil(keep * n)` of n.
     seed: of the draw; the paper reports the mean of five.
-    drop_template: also draw among the tokens of the chat template and special ones. By default they stay and count
-        among the kept, the newest of them if there are more.
+    drop_template: also draw among the tokens of the chat template and special ones. By default they
+        stay and count among the kept, the newest of them if there are more.
 
-    Ours: the kept tokens are a shorter prompt, numbered from 0. The draw depends on the seed and the prompt's tokens:
-    two prompts of one length lose tokens at different places. The template stays, as a model that does not see where
-    its answer begins is no baseline (docs/decisions.md). Of a prompt without text, no template is known.
+    Ours: the kept tokens are a shorter prompt, numbered from 0. The draw depends on the seed and
+    the prompt's tokens: two prompts of one length lose tokens at different places. The template
+    stays, as a model that does not see where its answer begins is no baseline (docs/decisions.md).
+    Of a prompt without text, no template is known.
     """
 
     label = "random token drop"
@@ -39,9 +40,9 @@ class RandomDrop(Select):
     shown_parameters = ("seed",)
     renumber = True
 
-    keep: float = checked(check_ratio, 0.8)
-    seed: int = checked(check_int, 0, least=0)
-    drop_template: bool = checked(check_bool, False)
+    keep: Ratio = 0.8
+    seed: CountOrZero = 0
+    drop_template: bool = False
 
     def kept(self, n: int) -> int:
         return keep_count(self.keep, n)
@@ -49,16 +50,17 @@ class RandomDrop(Select):
     def select(self, decoder: Decoder | None, prompt: Prompt) -> list[int]:
         n = len(prompt)
         count = self.kept(n)
-        fixed = [] if self.drop_template else [place for place in template_tokens(prompt) if place < n - 1]
-        fixed = [*fixed, n - 1][-count:]
+        template = [] if self.drop_template else template_tokens(prompt)
+        fixed = [*(place for place in template if place < n - 1), n - 1][-count:]
         others = np.setdiff1d(np.arange(n), fixed)
         digest = sha256(prompt.token_ids.numpy().astype("<i8").tobytes()).digest()
         draw = np.random.default_rng([self.seed, int.from_bytes(digest[:8], "little")])
-        return sorted([*fixed, *draw.choice(others, size=count - len(fixed), replace=False).tolist()])
+        drawn = draw.choice(others, size=count - len(fixed), replace=False)
+        return sorted([*fixed, *drawn.tolist()])
 
 
 def template_tokens(prompt: Prompt) -> Iterator[int]:
-    """Ascending places of the tokens of the prompt's chat template, and of special tokens."""
+    """Yield ascending places of special tokens and the tokens of the prompt's chat template."""
     ranges = iter(prompt.template)
     start, stop = next(ranges, (0, 0))
     for place, (first, last) in enumerate(prompt.spans):

@@ -1,4 +1,4 @@
-"""Static token pruning (a baseline of the LazyLLM paper): the prompt is pruned once, in prefill, for good."""
+"""Static token pruning (a baseline of the LazyLLM paper): the prompt is pruned once, for good."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from typing import Any
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import ScoreSpec
 from lazyllm.methods.support.bases import Prune
-from lazyllm.methods.support.hyperparameters import check_int, check_ratio, checked, keep_count
+from lazyllm.methods.support.hyperparameters import Count, Ratio, keep_count
 
 
 @dataclass(frozen=True)
 class StaticPruning(Prune):
     """Prune once, after layer `layer`, by the importance (Eq. 1) averaged over layers 1 to `layer`.
 
-    layer: 1-based; None for 2, or the first layer that sees the whole prompt if layer 2 has a sliding window. Layers
-        with a window do not count in the average, unless all of layers 1 to `layer` have one.
+    layer: 1-based; None for 2, or the first layer that sees the whole prompt if layer 2 has a
+        sliding window. Layers with a window do not count in the average, unless all have one.
     keep: share of the prompt tokens that go on, `ceil(keep * n)` of n, the newest among them.
 
     Pruned tokens also leave the KV caches of the early layers: decoding sees the kept tokens only.
@@ -28,8 +28,8 @@ class StaticPruning(Prune):
     target_parameter = "keep"
     shown_parameters = ("layer",)
 
-    layer: int | None = checked(check_int, None)
-    keep: float = checked(check_ratio, 0.3)
+    layer: Count | None = None
+    keep: Ratio = 0.3
 
     @classmethod
     def resolve(cls, settings: Mapping[str, Any], depth: Depth) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class StaticPruning(Prune):
         return {**settings, "layer": depth.nearest(2) if layer is None else layer}
 
     def cut_after(self, depth: Depth) -> int:
-        """The layer after which tokens are pruned."""
+        """Find the layer after which tokens are pruned."""
         return depth.nearest(2) if self.layer is None else self.layer
 
     def kept(self, depth: Depth, n: int) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template with a fixed date, and without thoughts unless they are asked for.
+"""A tokenizer's chat template with a fixed date, and without thoughts unless they are wanted.
 
 Recent templates write the current date into the prompt. With a fixed date, the same messages always
 give the same prompt.
@@ -20,8 +20,9 @@ TODAY = "2024-07-26"  # the date in Llama 3's templates if they cannot read the 
 
 
 def thinking_args(tokenizer: PreTrainedTokenizerBase, thinks: bool = False) -> dict[str, Any]:
-    """The argument that turns thoughts on or off, if the template has one."""
-    return {"enable_thinking": thinks} if "enable_thinking" in tokenizer.get_chat_template() else {}
+    """Make the argument that turns thoughts on or off, if the template has one."""
+    has_key = "enable_thinking" in tokenizer.get_chat_template()
+    return {"enable_thinking": thinks} if has_key else {}
 
 
 def render(

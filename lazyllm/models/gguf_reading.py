@@ -1,7 +1,8 @@
-"""What transformers and the package gguf read from a GGUF file, written as a checkpoint's folder, and the refusals.
+"""What transformers and the package gguf read from a GGUF file, written as a checkpoint's folder.
 
-transformers ignores some of what a file may say. What changes numbers is read here (Llama 3.1's RoPE, the tokens that
-end a turn) or refused (other scalings of RoPE, tensors that no layer takes).
+transformers ignores some of what a file may say. What changes numbers is read here (Llama 3.1's
+RoPE, the tokens that end a turn) or refused (other scalings of RoPE, tensors that no layer takes)
+by UserError.
 """
 
 import shutil
@@ -17,23 +18,32 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, modeling_gguf_pytorch_utils
-from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    modeling_gguf_pytorch_utils,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from lazyllm.errors import UserError, reason_of
 
 _TRANSFORMERS = f"transformers {transformers.__version__}"
 _LINK = "model.gguf"
-_END_IDS = ("eos", "eot", "eom")  # the end of a text, a turn, a message: llama.cpp ends an answer at each
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# the end of a text, a turn, a message: llama.cpp ends an answer at each
+_END_IDS = ("eos", "eot", "eom")
+_LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _INSTEAD = "give a folder or a hub id with the checkpoint's safetensors"
 
 
 def convert(file: Path, folder: Path) -> str:
-    """Write config, tokenizer and end tokens of a GGUF file to a folder; returns its quantisation. Raises UserError."""
+    """Write config, tokenizer and end tokens of a file to a folder; return its quantisation."""
     reader, link = _checked(file), _linked(file, folder)
     try:
         config = AutoConfig.from_pretrained(folder, gguf_file=link.name)
@@ -47,16 +57,18 @@ def convert(file: Path, folder: Path) -> str:
     tokenizer.save_pretrained(folder)
     ids = [_value(reader, f"tokenizer.ggml.{name}_token_id") for name in _END_IDS]
     generation: Any = GenerationConfig.from_model_config(config)
-    generation.eos_token_id = list(dict.fromkeys(int(number) for number in ids if number is not None)) or None
+    numbers = dict.fromkeys(int(number) for number in ids if number is not None)
+    generation.eos_token_id = [*numbers] or None
     generation.save_pretrained(folder)
     return _quantisation(reader)
 
 
 @contextmanager
 def _in_silence() -> Iterator[None]:
-    """Without transformers' progress bars and its advice on packed weights: `gguf_file` logs what is read."""
+    """Hide transformers' progress bars and its advice on packed weights."""
     module: Any = modeling_gguf_pytorch_utils
-    bar, is_shown, verbosity = module.tqdm, logging.is_progress_bar_enabled(), logging.get_verbosity()
+    bar, verbosity = module.tqdm, logging.get_verbosity()
+    has_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     module.tqdm = logging.tqdm  # so that this bar can be switched off too
@@ -65,13 +77,13 @@ def _in_silence() -> Iterator[None]:
     finally:
         module.tqdm = bar
         logging.set_verbosity(verbosity)
-        if is_shown:
+        if has_bars:
             logging.enable_progress_bar()
 
 
 @_in_silence()
 def dequantise(file: Path, about: Path, dtype: str, folder: Path) -> None:
-    """Write the model of a GGUF file into a folder, in a dtype. about: the folder of `convert`. Raises UserError."""
+    """Write the model of a GGUF file into a folder, in a dtype. about: the folder of `convert`."""
     link = _linked(file, folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -88,24 +100,29 @@ def dequantise(file: Path, about: Path, dtype: str, folder: Path) -> None:
     link.unlink()
     model, info = loaded
     unread = _unread(_checked(file), model)
-    for what, names in (("lacks {} of the model's weights", info["missing_keys"]), ("has {} weights unread", unread)):
+    missing = info["missing_keys"]
+    for what, names in (
+        ("lacks {} of the model's weights", missing),
+        ("has {} weights unread", unread),
+    ):
         if names:
-            raise UserError(f"{file} {what.format(len(names))}, the first: {min(names)}: {_INSTEAD}")
+            count = what.format(len(names))
+            raise UserError(f"{file} {count}, the first: {min(names)}: {_INSTEAD}")
     model.hf_quantizer = None  # the weights are plain numbers now, which may be saved
     model.save_pretrained(folder)
-    for made in about.iterdir():
-        shutil.copyfile(made, folder / made.name)  # the config as it was read, without the reader's own settings
+    for made in about.iterdir():  # the config as it was read, without the reader's settings
+        shutil.copyfile(made, folder / made.name)
 
 
 def _linked(file: Path, folder: Path) -> Path:
-    """A link to the file, alone in its folder, as transformers would read other files beside it too."""
+    """Link the file, alone in its folder: transformers would read other files beside it too."""
     link = folder / _LINK
     link.symlink_to(file.absolute())
     return link
 
 
 class _Reader(gguf.GGUFReader):
-    """As in the package, but slices of the file are plain arrays: those of `numpy.memmap` take most of its time."""
+    """The package's, but with plain arrays: slices of `numpy.memmap` take most of its time."""
 
     @property
     def data(self) -> np.ndarray:
@@ -117,7 +134,7 @@ class _Reader(gguf.GGUFReader):
 
 
 def _checked(file: Path) -> Any:
-    """The file's reader, after the checks of the whole file. Raises UserError."""
+    """Make the file's reader, after the checks of the whole file."""
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
             raise UserError(f"{file} is not a GGUF file: it does not begin with the letters GGUF")
@@ -125,35 +142,27 @@ def _checked(file: Path) -> Any:
         reader = _Reader(file)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise UserError(
-            f"{file} is damaged or cut off ({reason_of(error)}): download it again, and compare its size"
+            f"{file} is damaged or cut off ({reason_of(error)}): download it again, and compare "
+            "its size"
         ) from error
     parts = _value(reader, "split.count")
     if parts is not None and parts > 1:
-        raise UserError(f"{file} is one of {parts} parts: join them with llama.cpp's `llama-gguf-split --merge`")
-    architecture = _value(reader, "general.architecture")
-    if architecture not in _architectures():
         raise UserError(
-            f"{file}: {_TRANSFORMERS} reads no GGUF files of the architecture {architecture!r}, but of "
-            f"{', '.join(sorted(_architectures()))}"
+            f"{file} is one of {parts} parts: join them with llama.cpp's `llama-gguf-split --merge`"
         )
     for tensor in reader.tensors:
         if tensor.tensor_type not in _readable():
+            known = ", ".join(kind.name for kind in sorted(_readable()))
             raise UserError(
                 f"{file}: the package gguf cannot de-quantise {tensor.tensor_type.name}, but "
-                f"{', '.join(kind.name for kind in sorted(_readable()))}"
+                f"{known}"
             )
     return reader
 
 
-def _architectures() -> list[str]:
-    """The architectures of language models whose GGUF files transformers reads."""
-    kinds = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
-    return [name for name in GGUF_SUPPORTED_ARCHITECTURES if kinds.get(name, name) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-
-
 @cache
 def _readable() -> frozenset[Kind]:
-    """The kinds of tensors that the package gguf de-quantises."""
+    """Find the kinds of tensors that the package gguf de-quantises."""
     readable = {Kind.F32, Kind.F16}
     for kind, (_, size) in gguf.GGML_QUANT_SIZES.items():
         try:
@@ -165,13 +174,13 @@ def _readable() -> frozenset[Kind]:
 
 
 def _value(reader: Any, key: str) -> Any:
-    """The value of a key of the metadata; None if it is absent."""
+    """Read a key of the metadata; None if it is absent."""
     field = reader.get_field(key)
     return None if field is None else field.contents()
 
 
 def _quantisation(reader: Any) -> str:
-    """The quantisation that the file names, such as Q4_K_M, else that of most weights."""
+    """Read the quantisation that the file names, such as Q4_K_M, else that of most weights."""
     named = {kind.value: kind.name for kind in gguf.LlamaFileType if kind.name != "GUESSED"}
     name = named.get(_value(reader, "general.file_type"))
     if name is not None:
@@ -183,27 +192,35 @@ def _quantisation(reader: Any) -> str:
 
 
 def _set_rope(config: Any, reader: Any, file: Path) -> None:
-    """Give the config Llama 3.1's RoPE, if the file has its factors as a tensor. Refuse other scalings: UserError."""
+    """Give the config Llama 3.1's RoPE, if the file has its factors; refuse other scalings."""
     kind = _value(reader, f"{_value(reader, 'general.architecture')}.rope.scaling.type")
     if kind not in (None, "none"):
-        raise UserError(f"{file} scales RoPE ({kind}), which transformers does not read from GGUF files: {_INSTEAD}")
-    factors = next((tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), None)
+        raise UserError(
+            f"{file} scales RoPE ({kind}), which transformers does not read from GGUF files: "
+            f"{_INSTEAD}"
+        )
+    by_name = {tensor.name: tensor.data for tensor in reader.tensors}
+    factors = by_name.get("rope_freqs.weight")
     if factors is None:
         return
-    asked, width = torch.tensor(factors), 2 * len(factors)
+    scales, width = torch.tensor(factors), 2 * len(factors)
     plain = 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, width, 2) / width)
-    config.rope_parameters |= {"rope_type": "llama3", "factor": float(asked.max()), **_LLAMA3_ROPE}
+    config.rope_parameters |= {"rope_type": "llama3", "factor": float(scales.max()), **_LLAMA3_ROPE}
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    if plain.shape != asked.shape or not torch.allclose(plain / scaled, asked, rtol=1e-4):
-        raise UserError(f"{file}: its rope_freqs.weight are not Llama 3.1's scaling of RoPE: {_INSTEAD}")
+    if plain.shape != scales.shape or not torch.allclose(plain / scaled, scales, rtol=1e-4):
+        raise UserError(
+            f"{file}: its rope_freqs.weight are not Llama 3.1's scaling of RoPE: {_INSTEAD}"
+        )
 
 
 def _unread(reader: Any, model: Any) -> list[str]:
-    """The file's tensors that transformers leaves out without a word. Those of experts are not checked."""
+    """List the tensors that transformers leaves out silently, without those of experts."""
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(numbers[_value(reader, "general.architecture")], model.config.num_hidden_layers)
+    number = numbers[_value(reader, "general.architecture")]
+    table = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
     known = {"rope_freqs.weight"}  # of `_set_rope`
     for name in model.state_dict():
         stem, _, suffix = name.rpartition(".")
         known.add(f"{table.get_name(stem)}.{suffix}")
-    return [tensor.name for tensor in reader.tensors if tensor.name not in known and "_exps" not in tensor.name]
+    names = [tensor.name for tensor in reader.tensors]
+    return [name for name in names if name not in known and "_exps" not in name]

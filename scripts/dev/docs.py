@@ -1,12 +1,13 @@
-r"""Insert into README.md, docs/*.md and results/*/README.md what other files hold: python -m scripts.dev.docs
+r"""Insert into README.md, docs/*.md and results/*/README.md what other files hold: python -m
+scripts.dev.docs
 
 A page names its source in a pair of comments, and what stands between them is replaced:
 
-    <!-- insert: results/demo/demo.md -->           the table of a Markdown file
-    <!-- insert: results/demo/demo.md mean over tasks -->   its rows whose beginning matches this regular expression
-    <!-- insert: results/demo/demo.md needle columns 2-4,9 -->   these columns of them, from 1
-    <!-- insert: settings model -->                 the settings `model.*` of `python run.py --help`
-    <!-- insert: methods -->                        the hyperparameters of `lazyllm-bench methods`
+    <!-- insert: results/demo/demo.md -->               the table of a Markdown file
+    <!-- insert: results/demo/demo.md mean over -->     its rows that begin with this expression
+    <!-- insert: results/demo/demo.md needle columns 2-4,9 -->  these columns of them, from 1
+    <!-- insert: settings model -->                     the settings `model.*` of `--help`
+    <!-- insert: methods -->                            the hyperparameters of the methods
     <!-- end -->
 """
 
@@ -33,7 +34,9 @@ def filled() -> list[Path]:
 
 
 def inserted(text: str) -> str:
-    """A page with its insertions made anew. Raises FileNotFoundError or ValueError for a source that gives nothing."""
+    """A page with its insertions made anew. Raises FileNotFoundError or ValueError for a source
+    that gives nothing.
+    """
     return _PART.sub(lambda part: f"{part[1]}\n{_source(part[2])}\n\n{part[3]}", text)
 
 
@@ -44,7 +47,11 @@ def _source(name: str) -> str:
         return _settings(name.split()[1:])
     name, _, columns = name.partition(" columns ")
     file, _, row = name.partition(" ")
-    lines = [line for line in (ROOT / file).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    lines = [
+        line
+        for line in (ROOT / file).read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    ]
     head, rows = lines[:2], [line for line in lines[2:] if re.match(row, line.strip("|* "))]
     if not rows:
         raise ValueError(f"{file}: no row of a table matches {row!r}")
@@ -58,10 +65,17 @@ def _source(name: str) -> str:
 
 def _settings(groups: list[str]) -> str:
     """The settings of these groups; `-` is those without a group."""
-    rows = [row for row in documented(RunConfig) if (row[0].partition(".")[0] if "." in row[0] else "-") in groups]
+    rows = [
+        row
+        for row in documented(RunConfig)
+        if (row[0].partition(".")[0] if "." in row[0] else "-") in groups
+    ]
     if not rows:
         raise ValueError(f"settings {' '.join(groups)}: no such setting")
-    lines = [f"| `{key}` | {meaning} | {f'`{default}`' if default else ''} |" for key, default, meaning in rows]
+    lines = [
+        f"| `{key}` | {meaning} | {f'`{default}`' if default else ''} |"
+        for key, default, meaning in rows
+    ]
     return "\n".join(["| key | meaning | default |", "|---|---|---|", *lines])
 
 

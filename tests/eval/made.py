@@ -1,7 +1,6 @@
 """Stored runs made by hand, and what tables and pictures show of them."""
 
 import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -17,14 +16,20 @@ from eval.store.trace import Trace, trace_name
 from tests.eval.store.visits import NOTHING, only, visit
 
 PROVENANCE = {"git_commit": "abc", "machine": {"device": "a device"}, "versions": {"torch": "2"}}
-SWITCHES = {"prune_generated": False, "revive": True}  # of LazyLLM
-LAZY = {"schedule": "paper", **SWITCHES}
+LAZY = {"schedule": "paper"}
 TABLE1: dict[str, dict[str, Any]] = {
-    "lazy": {"schedule": "table1"},
-    "random_drop": {"keep": "table1"},
-    "static_pruning": {"layer": 2, "keep": "table1"},
+    "lazy": {"speedup": "table1"},
+    "random_drop": {"speedup": "table1"},
+    "static_pruning": {"speedup": "table1", "layer": 2},
 }
-SIX = ("qasper", "hotpotqa", "gov_report", "trec", "passage_count", "lcc")  # one of each paper's task
+SIX = (
+    "qasper",
+    "hotpotqa",
+    "gov_report",
+    "trec",
+    "passage_count",
+    "lcc",
+)  # one of each paper's task
 _NUMBERS = count()  # of folders, as each run has one
 
 
@@ -33,17 +38,25 @@ def stored(
     *, model: str = "tiny", paper: str | None = None, seed: int = 0, folder: Path | None = None,
     solved: dict[str, Any] | None = None, provenance: dict[str, Any] = NOTHING, **identity: Any,
 ) -> StoredRun:  # fmt: skip
-    """Make a run of the arms `baseline` and `lazy`, which is any method; of the method `baseline`, of it alone.
+    """Make a run of the arms `baseline` and `lazy`, which is any method; of the method `baseline`,
+    of it alone.
 
-    solved: {dataset: the hyperparameters that a target speedup in `settings` gave}. provenance, identity: changes.
+    settings: hyperparameters, and the `speedup` that the arm was solved for. solved: {dataset: the
+    hyperparameters that the speedup gave}. provenance, identity: changes.
     """
-    own = json.loads(json.dumps((LAZY if method == "lazy" else {}) | (settings or {})))
+    settings = settings or {}
+    settings = (LAZY if method == "lazy" and "speedup" not in settings else {}) | settings
+    own = {name: value for name, value in settings.items() if name != "speedup"}
     arms: dict[str, Any] = {"baseline": {"method": {"name": "baseline"}, "code": "2"}}
     if method == "baseline":
         visits = [only(one, "baseline") for one in visits]
     else:
         arms["lazy"] = {"method": {"name": method, "seed": seed, **own}, "code": "2"}
-        arms["lazy"] |= {} if solved is None else {"parameters": solved}
+        arms["lazy"] |= (
+            {"speedup": settings["speedup"], "parameters": solved or {}}
+            if "speedup" in settings
+            else {}
+        )
     if identity.get("baseline", "baseline") is None:
         del arms["baseline"]
     usual = {"arms": arms, "baseline": "baseline", "seed": seed, "data": {}, "model": model}
@@ -73,12 +86,15 @@ def over(datasets: Sequence[str], rows: int = 2, **changes: Any) -> list[Visit]:
 def with_traces(run: StoredRun, folder: Path, *traces: Trace) -> StoredRun:
     (folder / "traces").mkdir(parents=True, exist_ok=True)
     for trace in traces:
-        (folder / "traces" / trace_name(trace.dataset, trace.id, trace.arm)).write_text(trace.to_json())
+        (folder / "traces" / trace_name(trace.dataset, trace.id, trace.arm)).write_text(
+            trace.to_json()
+        )
     return replace(run, folder=folder)
 
 
 def small_trace(**changes: Any) -> Trace:
-    """Three prompt tokens, two layers; the boundary keeps one prompt token, another one in the second step."""
+    """Three prompt tokens, two layers; the boundary keeps one prompt token, another one in the
+    second step."""
     usual = {
         "dataset": "lookup", "id": "a", "arm": "lazy", "tokens": ["A", " $B$", "C\n"],
         "generated": ["D", "E", "F"], "importance": [[0.2, 0.3, 0.5], [0.6, 0.4, 0.0]],

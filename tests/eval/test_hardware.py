@@ -1,4 +1,5 @@
-"""Numbers that physics allows: utilisation of a device's peak, the attention kernel that ran, and what they refuse."""
+"""Numbers that physics allows: utilisation of a device's peak, the attention kernel that ran, and
+what they refuse."""
 
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from lazyllm.errors import UserError
 from lazyllm.machine import ACCELERATORS, FLASH_2, accelerator, machine_warnings
 from lazyllm.measuring import attention_events, attention_kernel, utilisation
 from lazyllm.methods import Baseline
-from lazyllm.models.load import load_config
+from lazyllm.models.config import load_config
 from lazyllm.spec import ModelSpec
 from tests.eval.made import stored
 from tests.eval.store.visits import visit
@@ -35,17 +36,24 @@ H100 = "NVIDIA H100 80GB HBM3"
 @pytest.mark.parametrize(
     ("device", "sheet"),  # TFLOP/s in 16 bits; GB and TB/s where cards of one chip differ in memory
     [
-        (H100, (989,)), ("NVIDIA H100 PCIe", (756,)), ("NVIDIA H100 NVL", (835,)), ("NVIDIA H200", (989,)),
-        ("NVIDIA L40S", (362,)), ("NVIDIA GeForce RTX 4090", (165,)), ("NVIDIA L4", (121,)), ("NVIDIA L40", None),
-        ("NVIDIA GH200 480GB", (989,)), ("NVIDIA H200 NVL", (836,)), ("NVIDIA GeForce RTX 4090 D", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA B200", (2250,)), ("NVIDIA H800", (989,)),
-        ("NVIDIA H800 PCIe", (756,)), ("Tesla T4", (65,)), (f"{H100} MIG 1g.10gb", None), ("AMD EPYC 7742", None),
+        (H100, (989,)), ("NVIDIA H100 PCIe", (756,)), ("NVIDIA H100 NVL", (835,)),
+        ("NVIDIA H200", (989,)),
+        ("NVIDIA L40S", (362,)), ("NVIDIA GeForce RTX 4090", (165,)), ("NVIDIA L4", (121,)),
+        ("NVIDIA L40", None),
+        ("NVIDIA GH200 480GB", (989,)), ("NVIDIA H200 NVL", (836,)),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA B200", (2250,)),
+        ("NVIDIA H800", (989,)),
+        ("NVIDIA H800 PCIe", (756,)), ("Tesla T4", (65,)), (f"{H100} MIG 1g.10gb", None),
+        ("AMD EPYC 7742", None),
         ("NVIDIA A100-SXM4-80GB", (312, 80, 2.04)), ("NVIDIA A100-SXM4-40GB", (312, 40, 1.555)),
         ("NVIDIA A100-PCIE-40GB", (312, 40, 1.555)), ("NVIDIA A100 80GB PCIe", (312, 80, 2.04)),
         ("Tesla V100-SXM2-32GB", (125, 32, 0.9)), ("Tesla V100-PCIE-16GB", (125, 16, 0.9)),
     ],
 )  # fmt: skip
-def test_data_sheet_is_found_by_the_drivers_name(device: str, sheet: tuple[float, ...] | None) -> None:
+def test_data_sheet_is_found_by_the_drivers_name(
+    device: str, sheet: tuple[float, ...] | None
+) -> None:
     kind = accelerator(device)
     found = kind and (kind.flops_per_s / 1e12, kind.gigabytes, kind.bytes_per_s / 1e12)
     assert (found and found[: len(sheet or ())]) == (sheet and pytest.approx(sheet))
@@ -54,10 +62,16 @@ def test_data_sheet_is_found_by_the_drivers_name(device: str, sheet: tuple[float
 def test_peak_by_dtype() -> None:
     a100, t4 = ACCELERATORS["a100"], ACCELERATORS["t4"]
     assert a100.peak("float32", tf32=True) == 156e12  # NVIDIA's own number
-    assert (a100.peak("float32"), a100.peak("bfloat16", tf32=True), a100.peak("float64")) == (19.5e12, 312e12, None)
+    assert (a100.peak("float32"), a100.peak("bfloat16", tf32=True), a100.peak("float64")) == (
+        19.5e12,
+        312e12,
+        None,
+    )
     assert (t4.peak("float16"), t4.peak("bfloat16")) == (65e12, None)
     assert t4.peak("float32", tf32=True) == t4.peak("float32") == 8.1e12  # it has no TF32
-    assert [accelerator(f"NVIDIA {kind.name}") for kind in ACCELERATORS.values()] == [*ACCELERATORS.values()]
+    assert [accelerator(f"NVIDIA {kind.name}") for kind in ACCELERATORS.values()] == [
+        *ACCELERATORS.values()
+    ]
 
 
 # {what a program sets: whether products may then be of TF32}
@@ -84,9 +98,17 @@ for settings in sys.argv[1:]:
 
 def test_tf32_is_known_whichever_setting_was_used() -> None:
     new = hasattr(torch.backends.cuda.matmul, "fp32_precision")
-    cases = {settings: allowed for settings, allowed in TF32.items() if new or "fp32_precision" not in settings}
-    ran = subprocess.run([sys.executable, "-c", EACH_SETTING, *cases], capture_output=True, text=True, check=True)
-    assert dict(zip(cases, ran.stdout.split(), strict=True)) == {key: str(allowed) for key, allowed in cases.items()}
+    cases = {
+        settings: allowed
+        for settings, allowed in TF32.items()
+        if new or "fp32_precision" not in settings
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", EACH_SETTING, *cases], capture_output=True, text=True, check=True
+    )
+    assert dict(zip(cases, ran.stdout.split(), strict=True)) == {
+        key: str(allowed) for key, allowed in cases.items()
+    }
 
 
 def test_bfloat16_without_units_for_it_gets_a_line() -> None:
@@ -100,10 +122,17 @@ def test_share_of_a_data_sheets_peak_and_no_more(monkeypatch: pytest.MonkeyPatch
     model = SimpleNamespace(config=load_config(ModelSpec("tiny")), device=torch.device("cuda"))
     monkeypatch.setattr(measuring, "devices_of", lambda model: [model.device])
     monkeypatch.setattr(measuring, "device_name", lambda _: H100)
-    for dtype, teraflops, share in ((torch.float32, 33.5, 0.5), (torch.float64, 1, None), (torch.bfloat16, 1029, 1.04)):
+    for dtype, teraflops, share in (
+        (torch.float32, 33.5, 0.5),
+        (torch.float64, 1, None),
+        (torch.bfloat16, 1029, 1.04),
+    ):
         model.dtype = dtype
         assert utilisation(model, teraflops * 1e12, 1) == (share and pytest.approx(share, rel=1e-3))
-    with pytest.raises(UserError, match=r"impossible clock: 1048 TFLOP/s are 106% of the peak of H100, 989.*synchroni"):
+    with pytest.raises(
+        UserError,
+        match=r"impossible clock: 1048 TFLOP/s are 106% of the peak of H100, 989.*synchroni",
+    ):
         utilisation(model, 1.06 * 989e12, 1)
 
 
@@ -133,13 +162,20 @@ def test_kernel_is_told_by_its_operators_names(event: str, kernel: str) -> None:
     assert attention_kernel([event, "aten::scaled_dot_product_attention"]) == kernel
 
 
-@pytest.mark.parametrize(("attention", "kernel"), [("sdpa", "SDPA's flash for CPUs"), ("eager", "eager")])
+@pytest.mark.parametrize(
+    ("attention", "kernel"), [("sdpa", "SDPA's flash for CPUs"), ("eager", "eager")]
+)
 def test_kernel_that_ran_is_told_by_its_operators(attention: str, kernel: str) -> None:
     model = random_model("llama", 1, num_layers=2, attn_implementation=attention)
-    assert attention_kernel(attention_events(lambda: generate(model, prompt_of(9), Baseline(), 1, ()))) == kernel
+    assert (
+        attention_kernel(attention_events(lambda: generate(model, prompt_of(9), Baseline(), 1, ())))
+        == kernel
+    )
 
 
-def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measuring, "_rate", lambda *_: 1e15)
     run = measured(small_config(tmp_path / "run", limit=1, dataset="lookup", warmup=1))
     [one] = run.visits
@@ -147,7 +183,8 @@ def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkey
     config: Any = load_config(ModelSpec("tiny"))
     n, w, d = one.prompt_tokens, config.hidden_size, config.head_dim
     linear = 2 * (
-        w * d * 2 * (config.num_attention_heads + config.num_key_value_heads) + 3 * w * config.intermediate_size
+        w * d * 2 * (config.num_attention_heads + config.num_key_value_heads)
+        + 3 * w * config.intermediate_size
     )
     pairs = 4 * config.num_attention_heads * d * n * (n + 1) // 2
     flops = config.num_hidden_layers * (n * linear + pairs) + 2 * w * config.vocab_size
@@ -159,13 +196,16 @@ def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkey
 
 
 def at(mfu: float | None, tokens: int, kernel: str | None = None, **changes: Any) -> Visit:
-    """A visit whose baseline has this MFU on a prompt of so many tokens, and reads 14 GB of weights in a step."""
+    """A visit whose baseline has this MFU on a prompt of so many tokens, and reads 14 GB of weights
+    in a step."""
     usual = {"prefill_mfu": mfu, "prefill_flops": 14 * 10**9 * tokens, "decode_step_s": [0.005]}
     return visit(1, "hotpotqa", usual | changes, prompt_tokens=tokens, kernel=kernel)
 
 
 def stored_on(device: str, made: Visit) -> StoredRun:
-    return stored([made], provenance={"machine": {"device": device}, "started": "2026-11-22T00:00:00Z"})
+    return stored(
+        [made], provenance={"machine": {"device": device}, "started": "2026-11-22T00:00:00Z"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,7 +223,9 @@ def stored_on(device: str, made: Visit) -> StoredRun:
         (H100, at(0.5, 1000, decode_step_s=[0.012]), []),
     ],
 )
-def test_baseline_that_flatters_speedups_is_named(device: str, made: Visit, signs: list[str]) -> None:
+def test_baseline_that_flatters_speedups_is_named(
+    device: str, made: Visit, signs: list[str]
+) -> None:
     run = stored_on(device, made)
     assert len(run.warnings) == len(signs)
     table, page = run_table(Results([run]), "a run").to_markdown(), " ".join(warnings([run], None))
@@ -204,5 +246,8 @@ def test_table_of_runs_names_each_caution_of_all_runs_once() -> None:
 
 def test_doctor_names_the_kernel_on_a_cpu_and_waits_for_torch_on_a_gpu() -> None:
     spec = ModelSpec("tiny")
-    assert doctor.check_attention(None, True, spec) == ("ok", "sdpa runs PyTorch's flash attention for CPUs")
+    assert doctor.check_attention(None, True, spec) == (
+        "ok",
+        "sdpa runs PyTorch's flash attention for CPUs",
+    )
     assert doctor.check_attention([H100, "580", "81920 MiB"], False, spec)[0] == "not needed"

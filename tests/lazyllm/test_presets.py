@@ -10,7 +10,7 @@ import lazyllm
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
-from lazyllm.models.load import load_config
+from lazyllm.models.config import load_config
 from lazyllm.presets import PRESETS, fields_of
 from lazyllm.spec import ModelSpec
 

@@ -1,1 +1,1 @@
-"""What methods are made of: base classes, sessions, schedules, scores; and methods from packages and files."""
+"""What methods are made of: bases, sessions, schedules, scores; and methods of users."""

@@ -1,5 +1,5 @@
-"""Bases of methods that prune between layers (`Prune`), select before the prefill (`Select`), or skip attention in it
-(`Sparse`); no torch at import."""
+"""Bases of methods that prune between layers (`Prune`), select before the prefill (`Select`), or
+skip attention in it (`Sparse`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.depth import Depth
-from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
+from lazyllm.engine.flops import LayerShape, windows_of
 from lazyllm.engine.inputs import (
     NO_SCORES,
     Boundary,
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prune(Method):
-    """Base of methods that score the prompt's tokens between layers of the prefill and keep the best.
+    """Base of methods that score the prompt's tokens between layers and keep the best.
 
-    A subclass declares how many tokens are `kept` after which layer. It may override `score_spec`, the attention that
-    it needs (default: the newest token's attention in the layer before, Eq. 1), and `score`. A complete method, which
-    keeps the last tokens and needs no attention:
+    A subclass declares how many tokens are `kept` after which layer. It may override `score_spec`,
+    the attention that it needs (default: the newest token's in the layer before, Eq. 1), and
+    `score`. A complete method, which keeps the last tokens and needs no attention:
 
     >>> from dataclasses import dataclass
     >>> import lazyllm
     >>> from lazyllm.methods import Prune, ScoreSpec
-    >>> from lazyllm.methods.support.hyperparameters import check_ratio, checked, keep_count
+    >>> from lazyllm.methods.support.hyperparameters import Ratio, keep_count
     >>>
     >>> @dataclass(frozen=True)
     ... class KeepLast(Prune):
     ...     layer: int
-    ...     keep: float = checked(check_ratio, 0.5)  # another value is refused before any model loads
+    ...     keep: Ratio = 0.5  # another value is refused before any model loads
     ...     label, target_parameter = "keep last", "keep"
     ...
     ...     def kept(self, depth, n):
@@ -61,66 +61,78 @@ class Prune(Method):
     ...         return at.positions.double()
     >>>
     >>> model, _ = lazyllm.load_model("tiny", dtype="float32", device="cpu")
-    >>> out = lazyllm.generate(model, list(range(5, 45)), KeepLast(layer=2, keep=0.25), max_new_tokens=3)
+    >>> method = KeepLast(layer=2, keep=0.25)
+    >>> out = lazyllm.generate(model, list(range(5, 45)), method, max_new_tokens=3)
     >>> out.computed[0].tolist()  # of 40 prompt tokens, layer by layer
     [40, 40, 10, 10, 10, 10, 10, 10]
     >>> KeepLast(layer=9).check(model.config)
     Traceback (most recent call last):
     ValueError: keep last prunes after layer 9, but the model has only 8 layers
 
-    A method whose number of kept tokens depends on the scores overrides `select`. One whose key heads each store only
-    some tokens overrides `store`, which acts on all layers of a group. So its groups have one layer each: `kept` names
-    all these layers (`fastkv.py`), or, if layers before them store all tokens, it declares its `groups` (`claa.py`).
+    A method whose number of kept tokens depends on the scores overrides `select`. One whose key
+    heads each store only some tokens overrides `store`, which acts on all layers of a group. So its
+    groups have one layer each: `kept` names all these layers (`fastkv.py`), or, if layers before
+    them store all tokens, it declares its `groups` (`claa.py`).
 
-    forget: pruned tokens also leave the KV caches of earlier layers, so decoding never sees them. If False, each layer
-        keeps all tokens that it computed, or those of `store`.
+    forget: pruned tokens also leave the KV caches of earlier layers, so decoding never sees them.
+        If False, each layer keeps all tokens that it computed, or those of `store`.
     """
 
     forget: ClassVar[bool] = True
 
     def kept(self, depth: Depth, n: int) -> Mapping[int, int]:
-        """{layer, from 1: number of n prompt tokens that go on after it}, the newest token among them.
+        """Count {layer, from 1: how many of n prompt tokens, with the newest, go on after it}.
 
         A default layer is `depth.nearest(layer)` or `at_depth`, so that it sees the whole prompt.
         """
-        raise UserError(f"{type(self).__name__} declares neither kept(depth, n) nor groups(...): write one of them")
+        name = type(self).__name__
+        raise UserError(
+            f"{name} declares neither kept(depth, n) nor groups(...): write one of them"
+        )
 
     def score_spec(self, layers: range, depth: Depth) -> ScoreSpec:
-        """The attention scores to record in a group's layers, at whose end tokens are pruned.
+        """Name the attention scores to record in a group's layers, at whose end tokens are pruned.
 
-        layers: their indices, from 0. Of several, `depth.among` names those that see the whole prompt, from 1.
+        layers: their indices, from 0. `depth.among` names those that see the whole prompt, from 1.
         """
         return ScoreSpec(layers[-1:])
 
     def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
-        """The scores by which `select` and `store` choose; by default the mean of those recorded, [m] for Eq. 1.
+        """Score tokens for `select` and `store`; by default the mean of `recorded`, [m] for Eq. 1.
 
-        recorded: the scores that `score_spec` names, a tensor for each layer. Must not wait for the device.
+        recorded: as `score_spec` names them, a tensor for each layer. Must not wait for the device.
         """
         import torch
 
         return recorded[0] if len(recorded) == 1 else torch.stack(recorded).mean(dim=0)
 
     def select(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        """Ascending indices of the tokens that enter the next layer, the newest among them; None for all.
+        """Choose ascending indices of the tokens that go on, with the newest; None for all.
 
-        By default the best of scores [m], as many as `kept`; ties to the lower index. An `adaptive` method may return
-        fewer or more.
+        By default the best of scores [m], as many as `kept`; ties to the lower index. An `adaptive`
+        method may return fewer or more.
         """
-        if not hasattr(scores, "is_floating_point") or scores.shape != (at.m,) or not scores.is_floating_point():
-            found = f"{list(getattr(scores, 'shape', ()))} of {getattr(scores, 'dtype', type(scores).__name__)}"
-            raise UserError(f"{self.label}: scored {found}: expected a tensor of {at.m} floating-point numbers")
+        is_tensor = hasattr(scores, "is_floating_point")
+        if not is_tensor or scores.shape != (at.m,) or not scores.is_floating_point():
+            dtype = getattr(scores, "dtype", type(scores).__name__)
+            found = f"{list(getattr(scores, 'shape', ()))} of {dtype}"
+            raise UserError(
+                f"{self.label}: scored {found}: expected a tensor of {at.m} floating-point numbers"
+            )
         return best_of_prompt(scores, self.kept(at.depth, at.n)[at.layer])
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        """[g, k] ascending indices of the tokens that each key head keeps; None for all."""
+        """Choose [g, k] ascending indices of the tokens that each key head keeps; None for all."""
         return None
 
     def prune(self, at: Boundary, recorded: list[Tensor]) -> Selection:
         scores = self.score(at, recorded)
         stored = self.store(at, scores)
         if stored is not None and self.forget:
-            raise UserError(f"{self.label}: store keeps other tokens in each key head: write forget = False beside it")
+            raise UserError(
+                f"{self.label}: store keeps other tokens in each key head: write forget = False "
+                "beside it"
+            )
         return Selection(self.select(at, scores), stored, self.forget)
 
     def groups(self, depth: Depth, n: int) -> list[Group]:
@@ -132,7 +144,7 @@ class Prune(Method):
         return [min([n, *self.kept(depth, n).values()])] * depth.count
 
     def scores_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
-        """FLOPs of the products of recorded queries with the keys up to them; some methods' `scoring_flops`.
+        """Count the products of recorded queries with the keys up to them: `scoring_flops` of some.
 
         computed: as in `ideal_speedup`.
         """
@@ -149,14 +161,22 @@ class Prune(Method):
 
 
 def groups_between(
-    method: Method, kept: Mapping[int, int], depth: Depth, n: int, score_spec: Callable[[range, Depth], ScoreSpec]
+    method: Method,
+    kept: Mapping[int, int],
+    depth: Depth,
+    n: int,
+    score_spec: Callable[[range, Depth], ScoreSpec],
 ) -> list[Group]:
-    """The groups between the layers of `kept` and `pruning_layers`. Raises ValueError for one beyond the model."""
+    """Make the groups between the layers of `kept` and `pruning_layers`.
+
+    Raises ValueError for a layer beyond the model.
+    """
     ends = sorted({*kept, *method.pruning_layers(depth)})
     for layer in ends:
         if not 1 <= layer <= depth.count:
-            counted = f"the model has only {depth.count} layers" if layer > 0 else "layers count from 1"
-            raise ValueError(f"{method.label} prunes after layer {layer}, but {counted}")
+            only = f"the model has only {depth.count} layers"
+            reason = only if layer > 0 else "layers count from 1"
+            raise ValueError(f"{method.label} prunes after layer {layer}, but {reason}")
     groups, start = [], 0
     for end in dict.fromkeys([*ends, depth.count]):
         layers = range(start, end)
@@ -169,9 +189,10 @@ def groups_between(
 class Select(Method):
     """Base of methods that choose prompt tokens first and then run the model on these alone.
 
-    A subclass declares how many tokens are `kept`, and chooses them in `select`, which is not called if all stay. What
-    `select` runs, through `decoder` or a model opened by `lazyllm.methods.support.other_models`, is timed and counted
-    as scoring. A complete method, which keeps the tokens that the newest one attends to in an early layer:
+    A subclass declares how many tokens are `kept`, and chooses them in `select`, which is not
+    called if all stay. What `select` runs, through `decoder` or a model of `other_models`, is timed
+    and counted as scoring. A complete method, which keeps the tokens that the newest one attends to
+    in an early layer:
 
     >>> from dataclasses import dataclass
     >>> import lazyllm
@@ -189,20 +210,22 @@ class Select(Method):
     ...     def select(self, decoder, prompt):
     ...         from lazyllm.engine.decoder import run_layers
     ...         wanted = ScoreSpec([self.layers - 1])
-    ...         _, [scores] = run_layers(decoder, prompt.token_ids.to(decoder.device), self.layers, wanted)
+    ...         ids = prompt.token_ids.to(decoder.device)
+    ...         _, [scores] = run_layers(decoder, ids, self.layers, wanted)
     ...         return self.best(scores, self.kept(len(prompt)))
     ...     def scoring_flops(self, config, n):
     ...         return lazyllm.engine.flops.first_layers_flops(config, n, self.layers)
     >>>
     >>> model, _ = lazyllm.load_model("tiny", dtype="float32", device="cpu")
-    >>> out = lazyllm.generate(model, list(range(5, 45)), AskFirst(layers=4, keep=0.25), max_new_tokens=3)
+    >>> method = AskFirst(layers=4, keep=0.25)
+    >>> out = lazyllm.generate(model, list(range(5, 45)), method, max_new_tokens=3)
     >>> out.computed[0].tolist(), out.scoring_tokens  # 40 tokens through half of the layers
     ([10, 10, 10, 10, 10, 10, 10, 10], 20)
-    >>> round(AskFirst(4, 0.25).ideal_speedup(model.config, 1000), 2)
+    >>> round(method.ideal_speedup(model.config, 1000), 2)
     1.51
 
-    renumber: the selected tokens are at positions 0, 1, ...; if False, they keep their positions in the whole prompt.
-    plain_models: the method's `models` may be of any architecture, as only `model(...)` is called.
+    renumber: the selected tokens are at positions 0, 1, ...; if False, they keep their positions.
+    plain_models: the method's `models` may be of any architecture: only `model(...)` is called.
     """
 
     renumber: ClassVar[bool] = False
@@ -216,24 +239,27 @@ class Select(Method):
 
     @abstractmethod
     def kept(self, n: int) -> int:
-        """How many of n prompt tokens the model runs."""
+        """Count how many of n prompt tokens the model runs."""
 
     @abstractmethod
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor | np.ndarray | Sequence[int]:
-        """[k] ascending positions of the prompt tokens to run, k >= 1. The device is idle when this is called."""
+        """Choose ascending positions [k] of the prompt tokens to run, k >= 1."""
 
     def best(self, scores: Tensor, keep: int) -> Tensor:
-        """Ascending indices of the `keep` best of scores [n], the newest token among them; ties to the lower index."""
+        """Choose the `keep` best of scores [n], the newest token among them, ascending."""
         return best_of_prompt(scores, keep)
 
     def scoring_config(self, config: Any) -> Any:
-        """The transformers config of the model that scores: the first of `models`, else the model under test."""
+        """Read the config of the model that scores: the first of `models`, else `config`."""
         from lazyllm.methods.support.other_models import config_of
 
         return next(map(config_of, self.models()), config)
 
     def selected_at(self, depth: Depth) -> int:
-        """The layer, from 1, whose attention selects; 0 if there is none. It is the key in `Generation.selected`."""
+        """Name the layer, from 1, whose attention selects; 0 if there is none.
+
+        It is the key in `Generation.selected`.
+        """
         return 0
 
     def scoring_layers(self, depth: Depth) -> Collection[int]:
@@ -246,7 +272,7 @@ class Select(Method):
 
     def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
         flops = super().first_token_flops(config, n, computed)
-        # `SelectSession` scores nothing if all tokens stay
+        # nothing is scored if all tokens stay
         return flops if self.kept(n) < n else flops - self.scoring_flops(config, n)
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
@@ -257,20 +283,19 @@ class Select(Method):
 
 @dataclass(frozen=True)
 class Sparse(Method):
-    """Base of methods whose prefill skips attention, not tokens: all tokens run in all layers, and all stay stored.
+    """Base of methods whose prefill skips attention, not tokens: all run in all layers, and stay.
 
     A subclass says in `sees` which keys the queries of a layer attend to. Decoding attends to all.
     """
 
     @abstractmethod
     def sees(self, layer: int, n: int, depth: Depth) -> Triangle | None:
-        """Which of n tokens the queries of a layer, from 1, attend to in prefill, if they are not after them.
+        """Say which of n tokens a layer's queries attend to in prefill, up to themselves.
 
-        None: all of them.
+        layer: from 1. None: all of them.
         """
 
     def attended(self, config: Any, n: int) -> dict[int, int]:
-        """{layer, from 1: (query, key) pairs over all heads} of layers that skip some of n tokens."""
         depth, pairs = Depth.of(config), dict[int, int]()
         for layer, window in enumerate(windows_of(config), start=1):
             pattern = self.sees(layer, n, depth)
@@ -284,16 +309,13 @@ class Sparse(Method):
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.engine.session import Session
 
-        groups, sees = self.groups(decoder.depth, len(prompt)), partial(self.sees, depth=decoder.depth)
-        return Session(decoder, groups, len(prompt), max_new_tokens, sees=sees)
-
-    def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
-        tokens = self.tokens_per_layer(Depth.of(config), n) if computed is None else computed
-        return self.scoring_flops(config, n) + prefill_flops(config, tokens, attended=self.attended(config, n))
+        depth, n = decoder.depth, len(prompt)
+        sees = partial(self.sees, depth=depth)
+        return Session(decoder, self.groups(depth, n), n, max_new_tokens, sees=sees)
 
 
 def at_depth(layer: int | None, depth: Depth, share: Fraction, key: str = "layer") -> int:
-    """`layer`, or if it is None, the layer at a share of the depth that sees the whole prompt (`Depth.at_share`).
+    """Return `layer`, or if it is None, the layer at a share of the depth (`Depth.at_share`).
 
     Raises ValueError, naming `key`, for a layer beyond the model.
     """

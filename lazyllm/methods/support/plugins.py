@@ -1,4 +1,4 @@
-"""Methods of a user's own: in a Python file, `my_method.py`, or in an installed package.
+"""Methods of users: in a Python file, `my_method.py`, or in an installed package.
 
 A package adds them through the entry point group `lazyllm.methods`, in its pyproject.toml:
 
@@ -26,84 +26,104 @@ GROUP = "lazyllm.methods"
 
 @cache
 def installed() -> EntryPoints:
-    """All installed methods, looked up once per process. Two of one name are refused when used."""
+    """Look all installed methods up, once per process."""
     return entry_points(group=GROUP)
 
 
 def only(name: str, built_in: Iterable[str]) -> EntryPoint | None:
-    """The only installed method of that name; None if there is none. Raises UserError if the name is taken twice."""
+    """Find the only installed method of that name, if any. Raises UserError if it is not."""
     points: Any = tuple(installed().select(name=name))
     packages = " and ".join(sorted({point.dist.name for point in points}))
     if points and name in built_in:
         raise UserError(
-            f"method {name!r} is lazyllm's own, and the package {packages} adds one of the same name: "
-            "give that one another name in its entry points, or uninstall the package"
+            f"method {name!r} is lazyllm's own, and the package {packages} adds one of the same "
+            "name: give that one another name in its entry points, or uninstall the package"
         )
     if len(points) > 1:
-        raise UserError(f"method {name!r} is added more than once, by {packages}: uninstall one of them")
+        raise UserError(
+            f"method {name!r} is added more than once, by {packages}: uninstall one of them"
+        )
     return points[0] if points else None
 
 
 def load(point: EntryPoint) -> type[Method]:
-    """The method's class. Raises UserError if the package is broken, or the class is not a method."""
+    """Import a method's class. Raises UserError if that fails, or if it is not a method."""
     package: Any = point.dist
     what = f"method {point.name!r} of the package {package.name} {package.version} ({point.value})"
     try:
         kind = point.load()
     except Exception as error:  # importing another package can raise anything
-        raise UserError(f"{what} could not be loaded: {type(error).__name__}: {error}") from error
+        raise UserError(f"{what} could not be loaded: {reason_of(error)}") from error
     return _checked(kind, what)
 
 
 @cache
 def in_file(path: str) -> type[Method]:
-    """The only method that a Python file defines. Raises UserError if there is none, or more than one."""
+    """Import the only method that a Python file defines. Raises UserError for none, or for more."""
     file = Path(path)
     if not file.is_file():
         raise UserError(f"method={path}: no such file")
     module_name = f"method_file_{file.stem}"
     spec: Any = spec_from_file_location(module_name, file)
-    module = sys.modules[module_name] = module_from_spec(spec)  # where `dataclass` looks for annotations
+    # where `dataclass` looks for annotations
+    module = sys.modules[module_name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # a user's file can raise anything
+        place = place_of(error, spec.origin)
         raise UserError(
-            f"method={path} could not be loaded: {reason_of(error)} ({place_of(error, spec.origin)})"
+            f"method={path} could not be loaded: {reason_of(error)} ({place})"
         ) from error
-    own = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module_name]
-    methods = [kind for kind in own if issubclass(kind, Method)]
+    methods = [
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__ == module_name and issubclass(kind, Method)
+    ]
     if len(methods) != 1:
         names = ", ".join(kind.__name__ for kind in methods) or "none"
-        raise UserError(f"method={path}: expected one class derived from lazyllm.methods.Method in it, found {names}")
+        raise UserError(
+            f"method={path}: expected one class derived from lazyllm.methods.Method in it, found "
+            f"{names}"
+        )
     return _checked(methods[0], f"method={path}: {methods[0].__name__}")
 
 
 def _checked(kind: Any, what: str) -> type[Method]:
     if not (isinstance(kind, type) and issubclass(kind, Method) and is_dataclass(kind)):
-        raise UserError(f"{what} is not a method: expected a dataclass derived from lazyllm.methods.Method")
-    if "__dataclass_params__" not in vars(kind):  # the dataclass is a base, which knows no fields of this class
+        raise UserError(
+            f"{what} is not a method: expected a dataclass derived from lazyllm.methods.Method"
+        )
+    if "__dataclass_params__" not in vars(kind):  # its base is one, which knows no fields of it
         raise UserError(f"{what} is no dataclass itself: write @dataclass(frozen=True) above it")
     return kind
 
 
-def code(point: EntryPoint) -> str:
-    """Package, version and shortened SHA-256 of the sources, so that it changes with the method's code.
+def digest(parts: Iterable[bytes]) -> str:
+    """Shorten the SHA-256 of some bytes."""
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
-    The sources are the whole package that holds the class, as a method may use its other files. Raises as `load`.
+
+def code(point: EntryPoint) -> str:
+    """Name the package, its version and a digest of its sources. Raises as `load`.
+
+    The sources are the whole package that holds the class, as a method may use its other files.
     """
     package: Any = point.dist
-    digest = hashlib.sha256()
-    for name, content in _sources(load(point).__module__):
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return f"{package.name} {package.version} {digest.hexdigest()[:16]}"
+    files = _sources(load(point).__module__)
+    sources = (f"{name}\0{len(content)}\0".encode() + content for name, content in files)
+    return f"{package.name} {package.version} {digest(sources)}"
 
 
 def _sources(module_name: str) -> list[tuple[str, bytes]]:
-    """(name, content) of every source file of the outermost package with an `__init__.py`, or of a single module."""
+    """Read (name, content) of all files of the outermost package, or of a single module."""
     parts = module_name.split(".")
-    files = [getattr(sys.modules.get(".".join(parts[:end])), "__file__", None) for end in range(1, len(parts) + 1)]
+    names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
     outermost = Path(next(file for file in files if file))
     if outermost.name != "__init__.py":
         return [(outermost.name, outermost.read_bytes())]
     folder = outermost.parent
-    return [(file.relative_to(folder).as_posix(), file.read_bytes()) for file in sorted(folder.rglob("*.py"))]
+    return [
+        (file.relative_to(folder).as_posix(), file.read_bytes())
+        for file in sorted(folder.rglob("*.py"))
+    ]

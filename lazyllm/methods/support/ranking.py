@@ -9,15 +9,15 @@ if TYPE_CHECKING:
 
 
 def rank(scores: Tensor) -> Tensor:
-    """Indices of scores [..., n], highest first; ties to the lower index."""
+    """Sort indices of scores [..., n], highest first; ties to the lower index."""
     return scores.argsort(descending=True, stable=True)
 
 
 def best_of_prompt(scores: Tensor, keep: int) -> Tensor:
-    """Ascending indices of the `keep` tokens of highest score.
+    """Choose the `keep` tokens of highest score, ascending.
 
-    scores: [n] of the tokens that entered the pruning layer, by position. The last one is the step's newest token: it
-    is always kept, and counts in `keep`.
+    scores: [n] of the tokens that entered the pruning layer, by position. The last one is the
+        step's newest token: it is always kept, and counts in `keep`.
     """
     forced = scores.clone()
     forced[-1:] = float("inf")  # `forced[-1]` would be copied from the host, for which CUDA waits
@@ -25,10 +25,10 @@ def best_of_prompt(scores: Tensor, keep: int) -> Tensor:
 
 
 def window_scores(sums: Tensor, window: int, kv_heads: int, pool: int, pooling: str) -> Tensor:
-    """[g, o] scores of the o tokens outside the window: pooled for each query head, summed over those of a key head.
+    """Score [g, o] the o tokens before the window: pooled per query head, summed per key head.
 
-    sums: [h, m] attention probabilities of m tokens, summed over the window's queries (`ScoreSpec.summed`).
-    window: number of last tokens, which are not scored; less than m. pool: odd width of the pooling.
+    sums: [h, m] attention probabilities of m tokens, summed over the window's queries.
+    window: number of last tokens, which are not scored; less than m. pool: odd width of pooling.
     pooling: "max", or "average", which counts the zeros around the tokens.
     """
     import torch.nn.functional as F
@@ -41,14 +41,15 @@ def window_scores(sums: Tensor, window: int, kv_heads: int, pool: int, pooling: 
 
 
 def sum_over_first(scores: Tensor) -> Tensor:
-    """The sum over the first dimension, rounded alike for every token, so that equal scores stay equal."""
+    """Sum over the first dimension, rounded alike for every token: equal scores stay equal."""
     return scores.movedim(0, -1).contiguous().sum(dim=-1)
 
 
 def best_and_window(scores: Tensor, keep: int, m: int) -> Tensor:
-    """[..., keep] ascending indices of the `keep` tokens of m that stay: the window, and the best of the others.
+    """Choose `keep` of m tokens, [..., keep] ascending: the window, and the best of the others.
 
-    scores: [..., o] of the tokens outside the window. keep: at least m - o. Ties go to the lower index.
+    scores: [..., o] of the tokens before the window. keep: at least m - o. Ties go to the lower
+        index.
     """
     import torch
 

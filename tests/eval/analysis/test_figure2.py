@@ -50,5 +50,11 @@ def test_figure2_draws_map_and_score_by_token(tmp_path: Path) -> None:
     written = " ".join(texts(picture))
     assert f"{100 * (means < 1 / 40).mean():.0f} % of the tokens get less" in written
     assert f"the top 10 % get {100 * np.sort(means)[-4:].sum():.0f} %" in written
-    for text in ("layer", "prompt token", "mean score over the layers", "first 30 tokens", "tiny, lookup"):
+    for text in (
+        "layer",
+        "prompt token",
+        "mean score over the layers",
+        "first 30 tokens",
+        "tiny, lookup",
+    ):
         assert text in written

@@ -52,19 +52,27 @@ def test_points_and_curves_by_hand() -> None:
 
 def test_paper_points_are_those_of_the_papers_table() -> None:
     cells = pd.read_csv(PUBLISHED / "table1.csv").set_index(["task", "method"])
-    methods, tasks = cells.drop("baseline", level="method"), sorted(set(cells.index.get_level_values("task")))
+    methods, tasks = (
+        cells.drop("baseline", level="method"),
+        sorted(set(cells.index.get_level_values("task"))),
+    )
     for model in ("llama2", "xgen"):
         points = paper_points(model, [*tasks, "all"])
         table = points[points["source"] == "paper, Table 1"].set_index(["task", "method"])
         assert len(table) == 7 * 4
         baseline = cells.xs("baseline", level="method")[f"{model}_score"]
         for key, row in methods.iterrows():
-            assert table.loc[key, "relative_score"] == pytest.approx(100 * row[f"{model}_score"] / baseline[key[0]])
+            assert table.loc[key, "relative_score"] == pytest.approx(
+                100 * row[f"{model}_score"] / baseline[key[0]]
+            )
             assert table.loc[key, "ttft_speedup"] == row[f"{model}_ttft_speedup"]
     llama = paper_points("llama2", ["all", "multi_doc_qa"])
     mean = llama[(llama["task"] == "all") & (llama["method"] == "lazy")].iloc[0]
     assert mean["ttft_speedup"] == pytest.approx((1.36 + 2.34 + 1.46 + 2.19 + 2.89 + 1.94) / 6)
-    scores, baselines = 25.59 + 22.31 + 24.75 + 62.81 + 4.98 + 53.30, 25.79 + 22.43 + 24.65 + 62.90 + 4.97 + 55.18
+    scores, baselines = (
+        25.59 + 22.31 + 24.75 + 62.81 + 4.98 + 53.30,
+        25.79 + 22.43 + 24.65 + 62.90 + 4.97 + 55.18,
+    )
     assert mean["relative_score"] == pytest.approx(100 * scores / baselines)
     claims = llama[llama["source"] == "paper, text"]
     assert claims[["task", "ttft_speedup", "relative_score"]].to_numpy().tolist() == [
@@ -75,9 +83,14 @@ def test_paper_points_are_those_of_the_papers_table() -> None:
 
 @pytest.mark.parametrize(
     ("model", "paper", "legend"),
-    [("tiny", None, "the paper's (of Llama 2 7B,\non LongBench)"), ("xgen", "xgen", "the paper's, XGen 7B")],
+    [
+        ("tiny", None, "the paper's (of Llama 2 7B,\non LongBench)"),
+        ("xgen", "xgen", "the paper's, XGen 7B"),
+    ],
 )
-def test_published_points_of_the_model_are_drawn(model: str, paper: str | None, legend: str) -> None:
+def test_published_points_of_the_model_are_drawn(
+    model: str, paper: str | None, legend: str
+) -> None:
     frame: Any = data(Results(runs(model=model, paper=paper)))
     published = frame[frame["source"] == "paper, Table 1"]
     assert set(published["paper_model"]) == {paper or "llama2"}
@@ -85,11 +98,17 @@ def test_published_points_of_the_model_are_drawn(model: str, paper: str | None, 
     picture = drawn(plot, frame)
     written = " ".join(texts(picture))
     assert ("the paper's claims:\n2.34x at 99 %, 3x at 90 %" in written) == (model == "tiny")
-    for text in ("LazyLLM", "random token drop", "static pruning (the paper's only)", "multi doc QA", "mean over tasks",
-                 "TTFT speedup over the baseline (times)", "score, % of the baseline's", "faint", legend):  # fmt: skip
+    for text in ("LazyLLM", "random token drop", "static pruning (the paper's only)",
+    "multi doc QA", "mean over tasks",
+                 "TTFT speedup over the baseline (times)", "score, % of the baseline's", "faint",
+                 legend):  # fmt: skip
         assert text in written
     panel = next(axes for axes in picture.axes if axes.get_title(loc="left") == "multi doc QA")
-    hollow = [line.get_xydata().round(4).tolist()[0] for line in panel.lines if line.get_markerfacecolor() == "none"]
+    hollow = [
+        line.get_xydata().round(4).tolist()[0]
+        for line in panel.lines
+        if line.get_markerfacecolor() == "none"
+    ]
     points = published.loc[published["task"] == "multi_doc_qa", ["ttft_speedup", "relative_score"]]
     assert sorted(hollow) == sorted(points.to_numpy().round(4).tolist())
     curves = [np.round(bars.lines[0].get_xydata(), 6).tolist() for bars in panel.containers]
@@ -105,28 +124,43 @@ def test_models_and_suites_have_panels_of_their_own() -> None:
         ("tiny", "longbench"), ("tiny", "embedded"), ("llama2", "longbench"),
     ]  # fmt: skip
     written = texts(drawn(plot, frame))
-    assert all(any(text.endswith(name) for text in written) for name in ("tiny, longbench", "llama2, longbench"))
+    assert all(
+        any(text.endswith(name) for text in written)
+        for name in ("tiny, longbench", "llama2, longbench")
+    )
     assert "1 more in the CSV: --where KEY=VALUE chooses the runs to draw" in written
 
 
 def test_settings_given_by_a_speedup_are_joined() -> None:
-    points = {"1.5x": (0.3, 0.2), "2.0x": (0.4, 0.1), "table1": (0.9, 0.05)}
-    swept = [run({"trec": point}, "lazy", {"schedule": name}) for name, point in points.items()]
+    points = {1.5: (0.3, 0.2), 2.0: (0.4, 0.1), "table1": (0.9, 0.05)}
+    swept = [
+        run({"trec": point}, "lazy", {"speedup": speedup}) for speedup, point in points.items()
+    ]
     measured = data(Results(swept)).query("source == 'measured' and task == 'few_shot'")
     assert dict(zip(measured["label"], measured["on_curve"], strict=True)) == {
-        "lazy, schedule=1.5x": True, "lazy, schedule=2x": True, "lazy, schedule=table1": False,
+        "lazy, speedup=1.5x": True, "lazy, speedup=2x": True, "lazy, speedup=table1": False,
     }  # fmt: skip
 
 
 def test_undominated_by_hand() -> None:
-    points = [(1.0, 100.0), (2.0, 90.0), (2.0, 95.0), (3.0, 95.0), (4.0, 20.0), (3.5, 10.0), (0.5, 100.0)]
+    points = [
+        (1.0, 100.0),
+        (2.0, 90.0),
+        (2.0, 95.0),
+        (3.0, 95.0),
+        (4.0, 20.0),
+        (3.5, 10.0),
+        (0.5, 100.0),
+    ]
     table = pd.DataFrame(points, columns=["ttft_speedup", "relative_score"])
     assert _undominated(table).tolist() == [True, False, False, True, True, False, False]
 
 
 def test_the_best_kl_has_panels_without_published_points() -> None:
     kls = {"kl": 0.1, "answer_kl": 0.02}
-    picture = drawn(plot, data(Results([stored(over(("trec",), **kls), settings={"schedule": {"2": 0.5}})])))
+    picture = drawn(
+        plot, data(Results([stored(over(("trec",), **kls), settings={"schedule": {"2": 0.5}})]))
+    )
     panels = [axes for axes in picture.axes if axes.get_title(loc="left") == "few shot"]
     assert [axes.get_yscale() for axes in panels] == ["linear", "log"]
     points = [line.get_xydata().tolist() for line in panels[1].lines if len(line.get_xydata()) == 1]
@@ -142,7 +176,10 @@ def test_a_baseline_that_scores_nothing_leaves_the_kl_alone() -> None:
     assert data(Results([stored([visit()], "baseline")])).empty
     frame = data(Results([stored(over(("needle",), **nothing, kl=0.1))]))
     measured = frame.query("source == 'measured' and task != 'all'")
-    assert (measured["kl"].tolist(), measured["on_curve"].tolist()) == ([0.1], [True])  # none has a better score
+    assert (measured["kl"].tolist(), measured["on_curve"].tolist()) == (
+        [0.1],
+        [True],
+    )  # none has a better score
     written = texts(drawn(plot, frame))
     assert "score, % of the baseline's" not in written
     assert "KL from the baseline's first token, nats" in written
@@ -155,7 +192,9 @@ def test_scores_of_tasks_without_an_interval_are_not_drawn_beside_those_with_one
     for name, visits in {"both": [*many, *few], "few": few}.items():
         figure = drawn(plot, data(Results([stored(visits)])))
         for part in figure.subfigs[0].subfigs:
-            panels[name, part.get_supylabel()[:5]] = [axes.get_title(loc="left") for axes in part.axes]
+            panels[name, part.get_supylabel()[:5]] = [
+                axes.get_title(loc="left") for axes in part.axes
+            ]
     assert panels["both", "score"] == ["few shot", "mean over tasks"]
     assert panels["both", "KL fr"] == ["few shot", "code", "mean over tasks"]
     assert panels["few", "score"] == ["code"]  # no task has an interval

@@ -9,13 +9,19 @@ from tests.eval.made import drawn, stored, texts
 from tests.eval.store.visits import visit
 
 
-def single(layer: int, keep: float, scores: tuple[float, float] = (0.5, 1.0), **changes: Any) -> StoredRun:
-    visits = [visit(1, name, score=score, **changes) for name, score in zip(("qasper", "trec"), scores, strict=True)]
+def single(
+    layer: int, keep: float, scores: tuple[float, float] = (0.5, 1.0), **changes: Any
+) -> StoredRun:
+    visits = [
+        visit(1, name, score=score, **changes)
+        for name, score in zip(("qasper", "trec"), scores, strict=True)
+    ]
     return stored(visits, settings={"schedule": {str(layer): keep}})
 
 
 RUNS = [
-    single(4, 0.5, (0.6, 0.8)), single(2, 0.5, (0.2, 0.4)), single(2, 0.1, (0.0, 0.1)), single(4, 0.1, (0.5, 0.5)),
+    single(4, 0.5, (0.6, 0.8)), single(2, 0.5, (0.2, 0.4)), single(2, 0.1, (0.0, 0.1)),
+    single(4, 0.1, (0.5, 0.5)),
 ]  # fmt: skip
 POINTS = [[2, 0.1, 5], [4, 0.1, 50], [2, 0.5, 30], [4, 0.5, 70]]  # layer, keep, score
 
@@ -27,7 +33,9 @@ def test_figure6_has_the_settings_of_one_layer() -> None:
         stored([visit()], "static_pruning", {"layer": 2, "keep": 0.5}),
     ]
     frame = data(Results([*RUNS, *others]))
-    assert frame[["layer", "keep", "score"]].to_numpy().tolist() == [pytest.approx(point) for point in POINTS]
+    assert frame[["layer", "keep", "score"]].to_numpy().tolist() == [
+        pytest.approx(point) for point in POINTS
+    ]
     assert data(Results(others)).empty
 
 
@@ -35,7 +43,10 @@ def test_figure6_draws_a_curve_for_each_share() -> None:
     picture = drawn(plot, data(Results(RUNS)))
     (axes,) = picture.axes
     curves = [bars.lines[0].get_xydata().tolist() for bars in axes.containers]
-    assert curves == [[pytest.approx([layer, score]) for layer, _, score in part] for part in (POINTS[:2], POINTS[2:])]
+    assert curves == [
+        [pytest.approx([layer, score]) for layer, _, score in part]
+        for part in (POINTS[:2], POINTS[2:])
+    ]
     assert len({bars.lines[0].get_marker() for bars in axes.containers}) == 2
     written = texts(picture)
     for text in ("keep 10 %", "keep 50 %", "baseline", "layer after which tokens are pruned, once",
@@ -50,4 +61,6 @@ def test_figure6_draws_every_kl_that_was_measured_on_a_log_scale() -> None:
     assert [axes.get_yscale() for axes in picture.axes] == ["linear", "log", "log"]
     points = [axes.containers[0].lines[0].get_xydata().tolist() for axes in picture.axes[1:]]
     assert points == [[[2, 0.2]], [[2, 0.02]]]
-    assert {"KL over the baseline's answer, nats", "KL from the baseline's first token, nats"} <= {*texts(picture)}
+    assert {"KL over the baseline's answer, nats", "KL from the baseline's first token, nats"} <= {
+        *texts(picture)
+    }

@@ -10,7 +10,8 @@ COMPUTED = [[10, 5, 2], [10, 7, 4], [10, 8, 6]]
 LONG = visit(1, prompt_tokens=10, group_layers=[2, 2, 3], computed=COMPUTED)
 SHORT = visit(1, "trec", prompt_tokens=20, group_layers=[2, 5], computed=[[20, 10]])
 SHARES = {  # after each step; the short answer stays as it is
-    "layers 1–2": [100, 100, 100], "layers 3–4": [50, (70 + 50) / 2, 65], "layers 5 and up": [35, 45, 55],
+    "layers 1–2": [100, 100, 100], "layers 3–4": [50, (70 + 50) / 2, 65],
+    "layers 5 and up": [35, 45, 55],
 }  # fmt: skip
 
 
@@ -22,32 +23,50 @@ def test_figure7_by_hand() -> None:
         for step, share in enumerate(shares)
     ]
     assert (set(frame["examples"]), set(frame["label"])) == ({2}, {"lazy, schedule=paper"})
-    assert data(Results([stored([LONG]), stored([LONG, SHORT])]))["examples"].unique().tolist() == [2]
+    assert data(Results([stored([LONG]), stored([LONG, SHORT])]))["examples"].unique().tolist() == [
+        2
+    ]
 
 
 def test_figure7_shows_one_setting_for_each_model() -> None:
     one, other = ({"schedule": {"2": keep}} for keep in (0.3, 0.5))
     runs = [
-        stored([LONG], settings=one), stored([LONG, SHORT], settings=other), stored([SHORT], "static_pruning"),
+        stored([LONG], settings=one), stored([LONG, SHORT], settings=other),
+        stored([SHORT], "static_pruning"),
         stored([LONG, SHORT], settings=other, model="big"), stored([LONG], model="big"),
     ]  # fmt: skip
     frame = data(Results(runs))
     chosen = frame.groupby("model")[["label", "examples"]].first()
     assert chosen.loc["tiny"].tolist() == ["lazy, schedule={2: 0.5}", 2]  # the most run one
-    assert chosen.loc["big"].tolist() == ["lazy, schedule=paper", 1]  # Figure 4's, whatever else there is
+    assert chosen.loc["big"].tolist() == [
+        "lazy, schedule=paper",
+        1,
+    ]  # Figure 4's, whatever else there is
     assert data(Results([runs[2]])).empty
     picture = drawn(plot, frame)
     assert len(picture.axes) == 4
-    assert any(text.endswith("tiny,\nLazyLLM, schedule={2: 0.5}, 2 examples") for text in texts(picture))
+    assert any(
+        text.endswith("tiny,\nLazyLLM, schedule={2: 0.5}, 2 examples") for text in texts(picture)
+    )
 
 
 def test_figure7_draws_a_curve_for_each_group() -> None:
     picture = drawn(plot, data(Results([stored([LONG, SHORT])])))
     curves, examples = picture.axes
     *groups, baseline = curves.lines
-    assert [list(line.get_ydata()) for line in groups] == [pytest.approx(shares) for shares in SHARES.values()]
+    assert [list(line.get_ydata()) for line in groups] == [
+        pytest.approx(shares) for shares in SHARES.values()
+    ]
     assert (list(baseline.get_ydata()), baseline.get_label()) == ([100, 100], "baseline")
-    assert len({(line.get_color(), line.get_marker(), str(line.get_linestyle())) for line in curves.lines}) == 4
+    assert (
+        len(
+            {
+                (line.get_color(), line.get_marker(), str(line.get_linestyle()))
+                for line in curves.lines
+            }
+        )
+        == 4
+    )
     assert examples.patches[0].get_data().values.tolist() == [2, 1, 1]
     assert {*SHARES, "still generating", "generation step (0: prefill)"} <= {*texts(picture)}
 

@@ -32,7 +32,8 @@ def test_revived_tokens_are_those_that_the_reference_takes_from_its_aux_cache(se
     layers, computed = compact_counts(out.computed)
     trace = small_trace(
         tokens=["word"] * len(prompt), generated=["word"] * len(out.token_ids),
-        importance=[[0.0] * len(prompt)] * LAYERS, selected=out.selected, group_layers=layers, computed=computed,
+        importance=[[0.0] * len(prompt)] * LAYERS, selected=out.selected, group_layers=layers,
+        computed=computed,
     )  # fmt: skip
     states = token_states(trace)
     for step, revived in enumerate(expected.revived):
@@ -47,7 +48,10 @@ def test_revived_tokens_are_those_that_the_reference_takes_from_its_aux_cache(se
 STATES = [  # of `small_trace`, step by step and layer by layer
     [["computed", "computed", "computed"], ["pruned", "pruned", "computed"]],
     [["cached", "cached", "cached", "computed"], ["revived", "pruned", "stored", "computed"]],
-    [["cached", "cached", "cached", "cached", "computed"], ["cached", "pruned", "stored", "cached", "computed"]],
+    [
+        ["cached", "cached", "cached", "cached", "computed"],
+        ["cached", "pruned", "stored", "cached", "computed"],
+    ],
 ]
 
 
@@ -76,8 +80,10 @@ def test_a_standard_llm_comes_first_and_computes_all_once() -> None:
 
 # A boundary after layer 2 of 6; the second step revives positions 70 to 79 and no others
 LONG = small_trace(
-    tokens=[f"w{place}" for place in range(120)], generated=list("vwxyz"), importance=[[1 / 120] * 120] * 6,
-    selected=[{2: [5, 70, 119]}, {2: [*range(70, 80), 120]}, *({2: [5, *range(120, end)]} for end in (122, 123, 124))],
+    tokens=[f"w{place}" for place in range(120)], generated=list("vwxyz"),
+    importance=[[1 / 120] * 120] * 6,
+    selected=[{2: [5, 70, 119]}, {2: [*range(70, 80), 120]},
+    *({2: [5, *range(120, end)]} for end in (122, 123, 124))],
     group_layers=[2, 4], computed=[[120, 3], *[[120, 12]] * 4],
 )  # fmt: skip
 
@@ -89,7 +95,9 @@ def test_shown_are_the_first_steps_and_the_window_with_most_revived() -> None:
     shown = sorted(set(frame.query("kind == 'prompt'")["position"]))
     assert len(shown) == mechanism.WINDOW
     assert set(range(71, 80)) <= set(shown)  # 70 was computed in prefill
-    alike = LONG.model_copy(update={"selected": [{2: [5, 70, 119]}] * 5, "computed": [[120, 3]] * 5})
+    alike = LONG.model_copy(
+        update={"selected": [{2: [5, 70, 119]}] * 5, "computed": [[120, 3]] * 5}
+    )
     found = mechanism_frame(alike).query("kind == 'prompt'")["position"]  # nothing is revived
     assert sorted(set(found)) == list(range(mechanism.WINDOW))
 
@@ -100,14 +108,20 @@ def test_picture_shows_every_cell(tmp_path: Path) -> None:
     panels = list(frame.groupby(["panels", "step"], sort=False))
     assert len(picture.axes) == len(panels) == 2 + 4
     for ((name, step), rows), axes in zip(panels, picture.axes, strict=True):
-        counts = [len(patch.get_path().codes) // 5 for patch in axes.patches if isinstance(patch, PathPatch)]
+        counts = [
+            len(patch.get_path().codes) // 5
+            for patch in axes.patches
+            if isinstance(patch, PathPatch)
+        ]
         assert sorted(counts) == sorted(rows["state"].value_counts())
         assert sum(counts) == 6 * (mechanism.WINDOW + step)
         groups = ["layers 1–6"] if name == mechanism.STANDARD else ["layers 1–2", "layers 3–6"]
         assert [label.get_text() for label in axes.get_yticklabels()] == groups
     assert {
-        "LazyLLM: prefill", "Standard LLM: decoding step 1, the newest token is “v”", "120", "3", "12", "w75",
-        "prompt tokens computed so far, of 120", *(name for name, _, _ in mechanism._LOOKS.values()),
+        "LazyLLM: prefill", "Standard LLM: decoding step 1, the newest token is “v”", "120", "3",
+        "12", "w75",
+        "prompt tokens computed so far, of 120",
+        *(name for name, _, _ in mechanism._LOOKS.values()),
     } <= {*texts(picture)}  # fmt: skip
 
 
@@ -129,5 +143,7 @@ def test_picture_without_texts_numbers_the_tokens() -> None:
 
 def test_states_differ_in_lightness_or_mark() -> None:
     for (_, fill, mark), (_, other, others) in combinations(mechanism._LOOKS.values(), 2):
-        lightness, of_other = (np.dot(to_rgb(colour), [0.2126, 0.7152, 0.0722]) for colour in (fill, other))
+        lightness, of_other = (
+            np.dot(to_rgb(colour), [0.2126, 0.7152, 0.0722]) for colour in (fill, other)
+        )
         assert bool(mark) != bool(others) or abs(lightness - of_other) > 0.2

@@ -1,4 +1,5 @@
-"""What the table of a run shows; its numbers are checked in tests/eval/store/test_join_oracle.py."""
+"""What the table of a run shows; its numbers are checked in
+tests/eval/store/test_join_oracle.py."""
 
 import csv
 import io
@@ -18,7 +19,8 @@ from tests.eval.made import over, stored
 from tests.eval.store.visits import FAILED, answer, visit
 
 VISITS = [
-    visit(1, "hotpotqa", score=1.0), visit(2, "hotpotqa", score=0.0), visit(1, "musique", score=1 / 3),
+    visit(1, "hotpotqa", score=1.0), visit(2, "hotpotqa", score=0.0),
+    visit(1, "musique", score=1 / 3),
     visit(1, "trec", score=1.0),
 ]  # fmt: skip
 
@@ -53,7 +55,13 @@ def test_arms_stand_by_dataset_task_and_their_mean() -> None:
     assert rows["hotpotqa"]["score_low"] == 0
     assert str(rows["mean over tasks"]["score_low"]) == "nan"  # musique has one example
     names = table.cells.iloc[:, 0].tolist()
-    assert names[::2] == ["hotpotqa", "musique", "**multi_doc_qa**", "**few_shot**", "**mean over tasks**"]
+    assert names[::2] == [
+        "hotpotqa",
+        "musique",
+        "**multi_doc_qa**",
+        "**few_shot**",
+        "**mean over tasks**",
+    ]
     assert list(rows_of(table_of(VISITS[:2]))) == ["multi_doc_qa"]  # one dataset, one task
 
 
@@ -72,12 +80,21 @@ def test_numbers_are_the_same_in_every_form() -> None:
     assert content["identity"] == {"seed": 0}
     text, markdown = console_text(table), table.to_markdown()
     assert "\nScores 0 to 100." in text
-    for row, line, in_json in zip(table.frame.to_dict("records"), lines, content["rows"], strict=True):
-        assert (line["name"], line["method"]) == (in_json["name"], in_json["method"]) == (row["name"], row["method"])
+    for row, line, in_json in zip(
+        table.frame.to_dict("records"), lines, content["rows"], strict=True
+    ):
+        assert (
+            (line["name"], line["method"])
+            == (in_json["name"], in_json["method"])
+            == (row["name"], row["method"])
+        )
         assert float(line["score"]) == in_json["score"]["mean"] == row["score"]
         shown = f"{row['score']:.2f}"
         assert any(row["method"] in line and shown in line for line in text.splitlines())
-        assert any(row["name"] in line and row["method"] in line and shown in line for line in markdown.splitlines())
+        assert any(
+            row["name"] in line and row["method"] in line and shown in line
+            for line in markdown.splitlines()
+        )
     assert content["rows"][1]["score"] == {"mean": 50.0, "low": 0.0, "high": 100.0}
     assert content["rows"][-1]["score"]["low"] is None
     assert content["rows"][0]["kl"] is None
@@ -91,13 +108,16 @@ def test_failures_are_counted_and_score_zero_in_a_column_of_their_own() -> None:
     found = {name: (row["failed"], row["score_failed_as_zero"]) for name, row in rows.items()}
     whole = (multi_doc_qa + 50) / 2
     assert found == {
-        "hotpotqa": (2, 25), "musique": (0, 33.33), "multi_doc_qa": (3, pytest.approx(multi_doc_qa)),
+        "hotpotqa": (2, 25), "musique": (0, 33.33),
+        "multi_doc_qa": (3, pytest.approx(multi_doc_qa)),
         "few_shot": (1, 50), "mean over tasks": (4, pytest.approx(whole)),
     }  # fmt: skip
     assert rows["hotpotqa"]["score"] == 50  # of those that were measured
     assert {row["failed"] for row in rows_of(table, "baseline").values()} == {0}
     cells = table.cells[(table.cells.iloc[:, 0] == "hotpotqa") & (table.cells["method"] == "lazy")]
-    assert cells[["score", "failed", "score, failed as 0"]].to_numpy().tolist() == [["50.00", "2", "25.00"]]
+    assert cells[["score", "failed", "score, failed as 0"]].to_numpy().tolist() == [
+        ["50.00", "2", "25.00"]
+    ]
     note = "\nlazy: {} failed, left out here; counted as 0, the score is {:.2f}."
     assert note.format("4 answers", whole) in table.caption
     assert "failed" not in table_of(VISITS).to_markdown()
@@ -113,7 +133,9 @@ def test_an_arm_without_any_answer_is_named() -> None:
 
 def test_an_arm_with_answers_in_one_range_of_lengths_has_a_row_there() -> None:
     rows = rows_of(table_of([visit(1, "trec"), failed("trec", 2, prompt_tokens=600)]))
-    assert [name for name, row in rows.items() if row["kind"] == "length"] == ["1-512 prompt tokens"]
+    assert [name for name, row in rows.items() if row["kind"] == "length"] == [
+        "1-512 prompt tokens"
+    ]
 
 
 def test_failures_that_a_later_visit_mends_or_that_are_not_planned_are_none(tmp_path: Path) -> None:
@@ -170,11 +192,15 @@ def test_prompts_in_which_a_method_skipped_no_attention_are_counted() -> None:
 
 def test_answers_without_an_end_of_thought_are_counted() -> None:
     """Prompts without chat format have no thoughts, so that an empty answer there is one."""
-    visits = [visit(row, baseline={"text": text}, text="") for row, text in enumerate(("", "", "so"))]
+    visits = [
+        visit(row, baseline={"text": text}, text="") for row, text in enumerate(("", "", "so"))
+    ]
     run = stored([*visits, visit(1, "trec", text="")])
     assert "thought" not in run_table(Results([run]), "").caption
     run.about["config"]["model"]["thinking_tokens"] = 50
-    assert [line for line in run_table(Results([run]), "").caption.splitlines() if "thought" in line] == [
+    assert [
+        line for line in run_table(Results([run]), "").caption.splitlines() if "thought" in line
+    ] == [
         "baseline: no end of thought (</think>), or no text after it, in 2 of 3 answers.",
         "lazy: no end of thought (</think>), or no text after it, in 3 of 3 answers.",
     ]
@@ -184,14 +210,19 @@ def with_arms(visits: list[Visit]) -> StoredRun:
     """A run of `MANY` arms after the baseline and LazyLLM, all with the same answers."""
     names = [f"arm {place}" for place in range(MANY)]
     more = [one.arms | dict.fromkeys(names, one.arms["lazy"]) for one in visits]
-    run = stored([one.model_copy(update={"arms": arms}) for one, arms in zip(visits, more, strict=True)])
+    run = stored(
+        [one.model_copy(update={"arms": arms}) for one, arms in zip(visits, more, strict=True)]
+    )
     for place, name in enumerate(names):
-        run.identity["arms"][name] = {"method": {"name": "static_pruning", "layer": place, "keep": 0.5}}
+        run.identity["arms"][name] = {
+            "method": {"name": "static_pruning", "layer": place, "keep": 0.5}
+        }
     return run
 
 
 @pytest.mark.parametrize(
-    ("visits", "rows", "name"), [(VISITS, 5, "mean over tasks"), (VISITS[:3], 3, "multi_doc_qa"), (VISITS[3:], 1, "")]
+    ("visits", "rows", "name"),
+    [(VISITS, 5, "mean over tasks"), (VISITS[:3], 3, "multi_doc_qa"), (VISITS[3:], 1, "")],
 )
 def test_terminal_shows_means_only_of_many_arms(visits: list[Visit], rows: int, name: str) -> None:
     table = run_table(Results([with_arms(visits)]), "")
@@ -209,9 +240,16 @@ def test_narrow_terminal_shows_whole_columns_and_names_the_others(width: int) ->
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= width
     caption = " ".join(shown.split())
-    left_out = caption.partition("terminal has: ")[2].partition(".")[0].split("; ") if "Not shown" in caption else []
+    left_out = (
+        caption.partition("terminal has: ")[2].partition(".")[0].split("; ")
+        if "Not shown" in caption
+        else []
+    )
     line = next(line for line in shown.splitlines() if "lazy" in line)
-    first, values = len(table.cells.columns) - table.keys - len(left_out), line.replace("lazy", "").split()
+    first, values = (
+        len(table.cells.columns) - table.keys - len(left_out),
+        line.replace("lazy", "").split(),
+    )
     assert len(values) == first  # one for each column that is not left out
     assert list(table.cells.columns[table.keys + first :]) == left_out
     assert (width <= 80) == bool(left_out)
@@ -232,9 +270,16 @@ def test_kl_of_the_first_token_alone_points_to_whole_answers() -> None:
     def table(**own: float) -> Any:
         return table_of(over(("hops",), **own))
 
-    alone, forced = table(kl=0.1), table(kl=0.1, answer_kl=0.2, gold_kl=0.3, gold_log_likelihood=-0.5)
+    alone, forced = (
+        table(kl=0.1),
+        table(kl=0.1, answer_kl=0.2, gold_kl=0.3, gold_log_likelihood=-0.5),
+    )
     pointer = "fidelity=answer measures whole answers"
-    assert (pointer in alone.caption, pointer in forced.caption, pointer in table().caption) == (True, False, False)
+    assert (pointer in alone.caption, pointer in forced.caption, pointer in table().caption) == (
+        True,
+        False,
+        False,
+    )
     shown = ["KL, nats", "answer's KL", "gold KL", "gold log-likelihood"]
     assert [heading for heading in forced.cells if "KL" in heading or "gold" in heading] == shown
     assert [heading for heading in alone.cells if "KL" in heading] == shown[:1]

@@ -17,20 +17,26 @@ from tests.eval.store.visits import visit
         ("task", {"all": 2, "multi_doc_qa": 1, "few_shot": 1}),
     ],
 )
-def test_parts_follow_the_mean_and_name_a_setting_as_it_does(by: str, parts: dict[str, int]) -> None:
+def test_parts_follow_the_mean_and_name_a_setting_as_it_does(
+    by: str, parts: dict[str, int]
+) -> None:
     visits = [visit(1, "trec"), visit(1, "hotpotqa", prompt_tokens=600)]
-    frame = summary(Results([stored(visits, "gemfilter", {"keep": "2x"})]), by)
+    frame = summary(Results([stored(visits, "gemfilter", {"speedup": 2.0})]), by)
     assert frame[["part", "label", "examples"]].to_numpy().tolist() == [
         [part, label, examples]
         for part, examples in parts.items()
-        for label in ("baseline", "gemfilter, keep=2x")
+        for label in ("baseline", "gemfilter, speedup=2x")
     ]
 
 
-def planned(folder: Path, dataset: str, rows: int, lacking: int = 0, answered: int | None = None) -> StoredRun:
+def planned(
+    folder: Path, dataset: str, rows: int, lacking: int = 0, answered: int | None = None
+) -> StoredRun:
     """A run whose last `lacking` visits have no answer of LazyLLM."""
     folder.mkdir()
-    (folder / "examples.json").write_text(json.dumps({dataset: [f"row-{row}" for row in range(rows)]}))
+    (folder / "examples.json").write_text(
+        json.dumps({dataset: [f"row-{row}" for row in range(rows)]})
+    )
     visits = [visit(row, dataset) for row in range(rows if answered is None else answered)]
     for one in visits[len(visits) - lacking :]:
         del one.arms["lazy"]
@@ -38,7 +44,10 @@ def planned(folder: Path, dataset: str, rows: int, lacking: int = 0, answered: i
 
 
 def test_unfinished_counts_the_answers_of_each_arm_on_each_suite(tmp_path: Path) -> None:
-    runs = [planned(tmp_path / "done", "lookup", 1), planned(tmp_path / "fails", "trec", 2, lacking=1)]
+    runs = [
+        planned(tmp_path / "done", "lookup", 1),
+        planned(tmp_path / "fails", "trec", 2, lacking=1),
+    ]
     frame = summary(Results(runs))
     found = frame[["suite", "method", "unfinished"]].to_numpy().tolist()
     assert sorted(found) == [
@@ -48,7 +57,10 @@ def test_unfinished_counts_the_answers_of_each_arm_on_each_suite(tmp_path: Path)
 
 
 def test_unfinished_says_nothing_of_a_run_whose_answers_do_not_count(tmp_path: Path) -> None:
-    runs = [planned(tmp_path / "stopped", "trec", 2, answered=1), planned(tmp_path / "whole", "trec", 2)]
+    runs = [
+        planned(tmp_path / "stopped", "trec", 2, answered=1),
+        planned(tmp_path / "whole", "trec", 2),
+    ]
     assert summary(Results(runs))["unfinished"].tolist() == ["", ""]
     assert summary(Results(runs[:1]))["unfinished"].tolist() == ["1 of 2 examples"] * 2
 

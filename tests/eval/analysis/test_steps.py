@@ -23,11 +23,21 @@ def test_ttft_in_steps_and_its_share_of_the_time() -> None:
         "answer 1-4": "50.0", "answer 5-16": "12.5",  # 0.4 s of 0.8 s, 0.1 s of 0.8 s
     }  # fmt: skip
     baseline = line(table.cells, method="baseline")
-    assert (baseline["TTFT, % of the time"], baseline["TTFT, steps"]) == ("80.0", "4.0")  # 0.4 s, then 0.1 s
+    assert (baseline["TTFT, % of the time"], baseline["TTFT, steps"]) == (
+        "80.0",
+        "4.0",
+    )  # 0.4 s, then 0.1 s
 
 
 def test_step_cost_is_recovered_from_the_other_tasks() -> None:
-    rows = [("trec", 0, 2), ("trec", 8, 4), ("qasper", 2, 3), ("qasper", 6, 6), ("hotpotqa", 4, 5), ("hotpotqa", 1, 9)]
+    rows = [
+        ("trec", 0, 2),
+        ("trec", 8, 4),
+        ("qasper", 2, 3),
+        ("qasper", 6, 6),
+        ("hotpotqa", 4, 5),
+        ("hotpotqa", 1, 9),
+    ]
     visits = [
         visit(
             number, dataset, ttft_s=0.2, token_ids=[1] * tokens, revived_tokens=float(revived),
@@ -36,7 +46,7 @@ def test_step_cost_is_recovered_from_the_other_tasks() -> None:
         )
         for number, (dataset, revived, tokens) in enumerate(rows)
     ]  # fmt: skip
-    frame = steps(Results([stored(visits, settings={"schedule": "table1"})])).frame
+    frame = steps(Results([stored(visits, settings={"speedup": "table1"})])).frame
     assert frame["task"].tolist() == ["all", "all", "few_shot", "single_doc_qa", "multi_doc_qa"]
     frame = frame[frame["task"] != "all"]
     assert list(frame["step_cost"]) == pytest.approx([1.5] * 3)
@@ -44,5 +54,8 @@ def test_step_cost_is_recovered_from_the_other_tasks() -> None:
     assert list(frame["predicted"]) == pytest.approx(list(frame["generation_speedup"]))
     few_shot = line(frame, task="few_shot")
     prefill = 0.4 / 100 / 0.1  # the baseline's TTFT by prompt token, in its steps
-    found = [few_shot[name] for name in ("prefill_token_cost", "revived_in_prefill", "prefill_saved", "revived_a_step")]
+    found = [
+        few_shot[name]
+        for name in ("prefill_token_cost", "revived_in_prefill", "prefill_saved", "revived_a_step")
+    ]
     assert found == pytest.approx([prefill, 0.3 / prefill, 2, 8 / 4])

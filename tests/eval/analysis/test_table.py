@@ -9,8 +9,16 @@ TABLE = Table(
     "two",
     "Two & more",
     "50 % of a_b.",
-    pd.DataFrame({"model": ["a", "a", "b"], "task": ["x", "y", "x"], "score": [1 / 3, float("nan"), 2.0]}),
-    pd.DataFrame({"model": ["a", "a", "b"], "task": ["x", "y|z", "x"], "score": ["0.33 ±0.10", "no run", "2.00"]}),
+    pd.DataFrame(
+        {"model": ["a", "a", "b"], "task": ["x", "y", "x"], "score": [1 / 3, float("nan"), 2.0]}
+    ),
+    pd.DataFrame(
+        {
+            "model": ["a", "a", "b"],
+            "task": ["x", "y|z", "x"],
+            "score": ["0.33 ±0.10", "no run", "2.00"],
+        }
+    ),
     keys=2,
 )
 EMPTY = Table("none", "None", "Nothing.", pd.DataFrame({"model": []}), pd.DataFrame())
@@ -39,25 +47,45 @@ def test_csv_keeps_every_digit() -> None:
 
 
 def test_latex() -> None:
-    """The head stands on every page, a name of a group in its first row; caption and signs follow."""
+    """The head stands on every page, a name of a group in its first row; caption and signs
+    follow."""
     lines = TABLE.to_latex().splitlines()
     assert lines[:2] == [r"% \usepackage{booktabs, longtable}", r"\begin{longtable}{llr}"]
     assert lines[2] == r"\caption{Two \& more} \label{tab:two} \\"
     assert lines.count(r"model & task & score \\") == 2
     rows = lines[lines.index(r"\endlastfoot") + 1 : lines.index(r"\end{longtable}")]
-    assert rows == [r"a & x & 0.33 $\pm$0.10 \\", r" & y\textbar{}z & no run \\", r"b & x & 2.00 \\"]
-    assert lines[-1] == (r"{\footnotesize 50 \% of a\_b. $\pm$: half of the 95 \% bootstrap interval over examples.}")
+    assert rows == [
+        r"a & x & 0.33 $\pm$0.10 \\",
+        r" & y\textbar{}z & no run \\",
+        r"b & x & 2.00 \\",
+    ]
+    assert lines[-1] == (
+        r"{\footnotesize 50 \% of a\_b. $\pm$: half of the 95 \% bootstrap interval over examples.}"
+    )
 
 
 def test_latex_takes_nothing_for_its_own() -> None:
-    assert latex("a_b & 5 % of $3 #1, {2: 0.3}, Δ ±1") == r"a\_b \& 5 \% of \$3 \#1, \{2: 0.3\}, $\Delta$ $\pm$1"
+    assert (
+        latex("a_b & 5 % of $3 #1, {2: 0.3}, Δ ±1")
+        == r"a\_b \& 5 \% of \$3 \#1, \{2: 0.3\}, $\Delta$ $\pm$1"
+    )
     assert latex("a\\b~c^d") == r"a\textbackslash{}b\textasciitilde{}c\textasciicircum{}d"
-    assert latex("[1, 2]") == "{[}1, 2]"  # at the beginning of a line, LaTeX would read it as a length
+    assert (
+        latex("[1, 2]") == "{[}1, 2]"
+    )  # at the beginning of a line, LaTeX would read it as a length
 
 
 def test_columns_show_values_with_their_intervals() -> None:
     nan = float("nan")
-    values = pd.DataFrame({"n": [3, 4], "x": [2e6, nan], "x_low": [1e6, nan], "x_high": [4e6, nan], "y": [-1.0, 2.346]})
+    values = pd.DataFrame(
+        {
+            "n": [3, 4],
+            "x": [2e6, nan],
+            "x_low": [1e6, nan],
+            "x_high": [4e6, nan],
+            "y": [-1.0, 2.346],
+        }
+    )
     values[["y_low", "y_high"]] = nan
     columns = [
         Column("n", "count"),
@@ -67,7 +95,10 @@ def test_columns_show_values_with_their_intervals() -> None:
     ]
     table = cells(values, columns)
     assert list(table) == ["count", "x, MB", "alone", "y"]
-    assert table.to_numpy().tolist() == [["3", "2.0 ±1.5", "2000000", "-1.00"], ["4", "unpaired", "-", "+2.35"]]
+    assert table.to_numpy().tolist() == [
+        ["3", "2.0 ±1.5", "2000000", "-1.00"],
+        ["4", "unpaired", "-", "+2.35"],
+    ]
     assert list(cells(values[:0], columns)) == list(table)
 
 

@@ -1,26 +1,29 @@
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
 
-from eval.analysis.claims import CLAIMS, Claim, sections
-from eval.analysis.paper_tables import paper_values, table1, table1_paper
+from eval.analysis.claims import PAPER_SUITE, Claim, claims, sections
+from eval.analysis.paper_tables import paper_values
+from eval.analysis.table import figures, tables
 from eval.analysis.verdicts import verdicts
-from eval.store.results import Results, with_variants
+from eval.store.results import Results
 from tests.eval.made import SIX, small_trace, stored, with_traces
 from tests.eval.store.visits import visit
 
 NAN = math.nan
-TABLE1 = {"lazy": {"schedule": "table1"}}
-SWEEP = {"lazy": {"schedule": "2.0x"}, "static_pruning": {"layer": 2, "keep": "2.0x"}}
+TABLE1 = {"lazy": {"speedup": "table1"}}
+SWEEP = {"lazy": {"speedup": 2.0}, "static_pruning": {"speedup": 2.0, "layer": 2}}
 BETTER = "Better than static pruning at one speedup, task by task, "
 
 
 def claim(**values: Any) -> Claim:
-    return Claim("1", "", lambda section, rows: [], "table1", "", **{"digits": 1} | values)
+    usual: dict[str, Any] = {"paper": {}, "tolerance": "", "holds": "", "digits": 1, "widest": None}
+    return replace(claims()[0], **usual | values)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,11 @@ def claim(**values: Any) -> Claim:
         ("<= 100", [(100.0, 100.0, 100.0)], "holds"),
         ("> 1", [(0.5, NAN, NAN)], "undecided"),
         ("> 1", [(1.2, 1.1, 1.3), (1.0, 0.9, 1.1)], "undecided"),
-        ("> 1", [(1.2, 1.1, 1.3), (0.9, 0.8, 0.95)], "does not hold"),  # one task is enough, whatever the mean
+        (
+            "> 1",
+            [(1.2, 1.1, 1.3), (0.9, 0.8, 0.95)],
+            "does not hold",
+        ),  # one task is enough, whatever the mean
         ("> 1", [], "not run"),
     ],
 )
@@ -53,17 +60,23 @@ def test_a_direction_needs_every_interval(holds: str, parts: Any, verdict: str) 
         ("0 %", (23.0, 23.0, 23.0), "agrees"),
     ],
 )
-def test_a_reproduction_compares_the_interval_with_the_number(tolerance: str, value: Any, verdict: str) -> None:
+def test_a_reproduction_compares_the_interval_with_the_number(
+    tolerance: str, value: Any, verdict: str
+) -> None:
     reproduction = claim(tolerance=tolerance, paper={"llama2": 23})
     assert reproduction.verdict([value], "llama2") == verdict
-    assert reproduction.verdict([value], "xgen") == reproduction.verdict([value], None) == "-"  # it has no number of it
+    assert (
+        reproduction.verdict([value], "xgen") == reproduction.verdict([value], None) == "-"
+    )  # it has no number of it
 
 
 def test_the_papers_own_values_agree() -> None:
-    assert sum(len(one.paper) for one in CLAIMS if one.tolerance) >= 10
-    for one in CLAIMS:
+    assert sum(len(one.paper) for one in claims() if one.tolerance) >= 10
+    for one in claims():
         for model, number in one.paper.items():
-            assert one.verdict([(number,) * 3], model) == ("agrees" if one.tolerance else "holds"), one.claim
+            assert one.verdict([(number,) * 3], model) == (
+                "agrees" if one.tolerance else "holds"
+            ), one.claim
 
 
 @pytest.mark.parametrize("model", ["llama2", "xgen"])
@@ -84,14 +97,18 @@ def test_numbers_are_those_of_the_papers_tables(model: str) -> None:
         "Never slower": min(column("equal_length_speedup")),
     }
     for words, number in expected.items():
-        stated = next(one for one in CLAIMS if one.claim.startswith(words) and "measured" not in one.claim)
+        stated = next(
+            one for one in claims() if one.claim.startswith(words) and "measured" not in one.claim
+        )
         assert stated.paper[model] == pytest.approx(number, abs=0.005), words
 
 
-def row(results: Results, start: str, model: str = "tiny") -> dict[str, Any]:
+def row(results: Results | list[Results], start: str, model: str = "tiny") -> dict[str, Any]:
     """The row of the only claim that begins with these words."""
-    frame = verdicts(results).frame
-    (found,) = frame[(frame["model"] == model) & frame["claim"].str.startswith(start)].to_dict("records")
+    frame = verdicts(*(results if isinstance(results, list) else [results])).frame
+    (found,) = frame[(frame["model"] == model) & frame["claim"].str.startswith(start)].to_dict(
+        "records"
+    )
     return found
 
 
@@ -105,8 +122,8 @@ def results_of(
     methods: dict[str, dict[str, Any]], changes: Callable[..., dict[str, Any]],
     datasets: Any = SIX, rows: int = 6, **about: Any,
 ) -> Results:  # fmt: skip
-    """Six rows of each dataset for each method. changes: of the answers to a label and dataset, which are as good and
-    as slow as the baseline's."""
+    """Six rows of each dataset for each method. changes: of the answers to a label and dataset,
+    which are as good and as slow as the baseline's."""
     usual = {"score": 1.0, "ttft_s": 0.4}
     return Results([
         stored([visit(number, dataset, **usual | changes(label, dataset)) for dataset in datasets
@@ -118,45 +135,89 @@ def results_of(
 def test_claims_of_time_by_hand() -> None:
     # the baseline's second token comes after 0.5 s: twice as fast, then half as fast
     totals = dict.fromkeys(SIX, 0.25) | {"trec": 1.0}
-    results = results_of(TABLE1, lambda _, name: {"ttft_s": 0.2, "decode_step_s": [totals[name] - 0.2]})
+    results = results_of(
+        TABLE1, lambda _, name: {"ttft_s": 0.2, "decode_step_s": [totals[name] - 0.2]}
+    )
     for start, value in {
-        "TTFT, in decoding steps": 4, "TTFT, % of": 80, "TTFT speedup (mean": 2, "Generation speedup (mean": 10.5 / 6,
+        "TTFT, in decoding steps": 4, "TTFT, % of": 80, "TTFT speedup (mean": 2,
+        "Generation speedup (mean": 10.5 / 6,
     }.items():  # fmt: skip
         assert row(results, start)["value"] == pytest.approx(value), start
-    assert verdict(results, "Never slower") == (6, "does not hold")  # task by task: the mean of 1.75 hides it
+    assert verdict(results, "Never slower") == (
+        6,
+        "does not hold",
+    )  # task by task: the mean of 1.75 hides it
     assert verdict(results, "Faster to the first") == (6, "holds")
     assert verdict(results, "Prompt compression's") == (0, "not run")
     few = results_of(TABLE1, lambda *_: {"ttft_s": 0.2}, rows=1)
     assert verdict(few, "Faster to the first") == (6, "undecided")
 
 
-def test_each_claim_takes_the_variant_of_its_experiment() -> None:
-    """Table 1 at one limit of prompts, and twice another experiment at another one, which is then the usual limit."""
-    fast: Any = lambda *_: {"ttft_s": 0.2}  # noqa: E731
-    runs = [
-        *results_of(TABLE1, fast, max_prompt_tokens=2000).runs,
-        *results_of(SWEEP, fast, max_prompt_tokens=1000).runs,
+def test_of_groups_the_largest_that_can_decide_a_claim_counts() -> None:
+    """Whole answers in one; twice as many examples of short ones in another; most, without
+    LazyLLM's Table 1."""
+    about = {"model": "llama2", "paper": "llama2"}
+    whole = results_of(TABLE1, lambda *_: {"ttft_s": 0.1, "score": 0.9}, **about)
+    short = results_of(TABLE1, lambda *_: {"ttft_s": 0.2}, rows=12, max_new_tokens=6, **about)
+    most = results_of(
+        {"lazy": {"speedup": 1.5}}, lambda *_: {"ttft_s": 0.4}, rows=18, max_new_tokens=1, **about
+    )
+    for groups in ([whole, short, most], [most, short, whole]):
+        assert [len(found) for found in sections(groups).values()] == [3]
+        assert row(groups, "TTFT speedup (mean", "llama2")["value"] == pytest.approx(
+            2
+        )  # the short one's
+        kept = row(groups, "Score kept, %", "llama2")
+        assert (kept["value"], kept["lacking"]) == (pytest.approx(90), "")
+        assert set(verdicts(*groups).frame["model"]) == {"llama2", "xgen"}
+    alone = row([short, most], "Score kept, %", "llama2")
+    assert (alone["verdict"], alone["value"]) == ("not run", pytest.approx(100))
+    assert alone["lacking"] == "needs whole answers, has max_new_tokens=6"
+    random = stored([visit()], model="other", load_format="dummy")
+    assert "other (random weights)" in set(verdicts(whole, Results([random])).cells["model"])
+
+
+def test_every_claim_names_what_there_is(tmp_path: Path) -> None:
+    """Runs with all that claims need give each a value; a name that is not there is an error, or
+    leaves one out."""
+    values = {"kl": 0.2, "answer_kl": 0.1, "ttft_s": 0.1}
+    arms = [("lazy", TABLE1["lazy"]), ("prompt_compression", {"speedup": "table1", "keep": 0.5})]
+    arms += [
+        (name, {"speedup": speedup})
+        for name in ("lazy", "static_pruning", "random_drop")
+        for speedup in (2.5, 3.0)
     ]
-    results = Results(with_variants(runs))
-    whole = "tiny (max_prompt_tokens=2000)"
-    assert [one.model for one in sections(results)] == ["tiny"]
-    assert row(results, "Faster to the first", whole)["verdict"] == "holds"
-    assert row(results, f"{BETTER}points")["parts"] == 6
-    assert set(verdicts(results).frame["model"]) == {"tiny", whole, "llama2", "xgen"}
-    assert set(table1(results).cells["model"]) == {whole}  # the baseline of the others has no row
-    assert "tiny: n" in table1_paper(results).cells  # a column has no room for the variant
+    arms += [("lazy", {"schedule": {layer: keep}}) for layer in "24" for keep in (0.3, 0.5)]
+    runs = [stored([visit(0, name, **values) for name in SIX], *arm) for arm in arms]
+    results = Results([with_traces(runs[0], tmp_path, small_trace()), *runs[1:]])
+    section = sections([results])["tiny", PAPER_SUITE]
+    shown = tables().keys() | figures().keys()
+    for one in claims():
+        found, lacking = one.judged(section)
+        assert (bool(found), lacking) == (True, ""), one.claim
+        assert one.shown in shown, one.claim
+        assert bool(one.tolerance) != bool(one.holds), one.claim
+        assert not one.tolerance or (
+            one.paper and one.tolerance.split()[1] in ("%", "points", "point")
+        ), one.claim
+    assert len({one.claim for one in claims()}) == len(claims())
 
 
 def test_another_setting_is_not_judged_as_table_1s() -> None:
-    methods = {"lazy": {"schedule": "1.2x"}, "prompt_compression": {"keep": 0.2}}
+    methods = {"lazy": {"speedup": 1.2}, "prompt_compression": {"keep": 0.2}}
     results = results_of(methods, lambda *_: {"ttft_s": 0.3})
     for start in ("Score kept, %", "Prompt compression's"):
         assert row(results, start)["verdict"] == "not run"
 
 
 def test_what_was_run_without_a_number_cannot_be_seen() -> None:
-    found = row(results_of(TABLE1, lambda *_: {"decode_step_s": None}), "Never slower")  # in batches
-    assert (found["verdict"], found["lacking"]) == ("not run", "needs times of single steps: batch_size=1")
+    found = row(
+        results_of(TABLE1, lambda *_: {"decode_step_s": None}), "Never slower"
+    )  # in batches
+    assert (found["verdict"], found["lacking"]) == (
+        "not run",
+        "needs times of single steps: batch_size=1",
+    )
     zero = results_of(TABLE1, lambda *_: {"baseline": {"score": 0.0}})
     assert row(zero, "Score kept, %")["verdict"] == "-"
     shown = claim(holds="> 1").ours([(1.5, 1.4, 1.6), (NAN,) * 3])
@@ -164,7 +225,7 @@ def test_what_was_run_without_a_number_cannot_be_seen() -> None:
 
 
 def test_speed_that_is_only_ideal_does_not_count() -> None:
-    sweep = {"lazy": {"schedule": "3.0x"}}
+    sweep = {"lazy": {"speedup": 3.0}}
     start = "Score kept at a measured 3x"
     ideal = results_of(sweep, lambda *_: {"ttft_s": 0.2, "prefill_flops": 1})  # measured 2x
     assert row(ideal, start)["verdict"] == "undecided"
@@ -173,14 +234,25 @@ def test_speed_that_is_only_ideal_does_not_count() -> None:
 
 
 def test_better_is_judged_task_by_task_in_each_measure() -> None:
-    own = {"lazy": {"kl": 0.3, "answer_kl": 0.1, "score": 1.0}, "static_pruning": {"kl": 0.1, "answer_kl": 0.2}}
+    own = {
+        "lazy": {"kl": 0.3, "answer_kl": 0.1, "score": 1.0},
+        "static_pruning": {"kl": 0.1, "answer_kl": 0.2},
+    }
     trec = {"lazy": 0.5, "static_pruning": 0.6}
-    results = results_of(SWEEP, lambda label, name: {"score": 0.2} | own[label] | ({"score": trec[label]} if name == "trec" else {}))
+    results = results_of(
+        SWEEP,
+        lambda label, name: (
+            {"score": 0.2} | own[label] | ({"score": trec[label]} if name == "trec" else {})
+        ),
+    )
     # +80 and once -10, which the mean hides
     assert verdict(results, f"{BETTER}points") == (6, "does not hold")
     assert verdict(results, f"{BETTER}nats of KL") == (6, "does not hold")
     assert verdict(results, f"{BETTER}nats of the") == (6, "holds")
-    bare = row(results_of(SWEEP, lambda *_: {"kl": 0.1}), "Better than random token drop at one speedup, task by task, nats of the")
+    bare = row(
+        results_of(SWEEP, lambda *_: {"kl": 0.1}),
+        BETTER.replace("static pruning", "random token drop") + "nats of the",
+    )
     assert (bare["verdict"], bare["lacking"]) == ("not run", "needs fidelity=answer")
 
 
@@ -196,8 +268,8 @@ def test_monotony_is_judged_step_by_step() -> None:
 
 
 def test_claims_of_tokens_by_hand() -> None:
-    counts = dict.fromkeys(SIX, [[100, 60], [100, 70]]) | dict.fromkeys(SIX[:3], [[100, 40], [100, 90]])
-    results = results_of(TABLE1, lambda _, name: {"computed": counts[name]})
+    more, less = [[100, 60], [100, 70]], [[100, 40], [100, 90]]
+    results = results_of(TABLE1, lambda _, name: {"computed": less if name in SIX[:3] else more})
     assert row(results, "First layers compute more")["value"] == pytest.approx((30 + 10) / 2)
     assert row(results, "No token twice")["verdict"] == "holds"
     twice = results_of(TABLE1, lambda *_: {"computed": [[100, 60], [100, 101]]})
@@ -207,7 +279,10 @@ def test_claims_of_tokens_by_hand() -> None:
 def test_each_paper_model_has_its_own_numbers_and_is_there_if_it_was_not_run() -> None:
     results = results_of(TABLE1, lambda *_: {"ttft_s": 0.4 / 3.03}, model="xgen", paper="xgen")
     found = [row(results, "TTFT speedup (mean", model) for model in ("xgen", "llama2")]
-    assert [(one["verdict"], one["paper"]) for one in found] == [("agrees", "3.03"), ("not run", "2.03")]
+    assert [(one["verdict"], one["paper"]) for one in found] == [
+        ("agrees", "3.03"),
+        ("not run", "2.03"),
+    ]
 
 
 STARTS = {
@@ -220,7 +295,8 @@ OF_ANSWERS = {"Score kept, %", "Prompt tokens computed", "Generation"}  # whatev
 @pytest.mark.parametrize(
     ("datasets", "most_new", "most_prompt", "judged"),
     [
-        # what a first look at one dataset, with short answers to short prompts, may say of the paper
+        # what a first look at one dataset, with short answers to short prompts, may say of the
+        # paper
         (("hotpotqa",), 6, 1500, set()),
         (SIX, 6, 3500, {"TTFT, in", "Prompt tokens, mean", "TTFT speedup"}),
         (SIX, None, 1500, OF_ANSWERS),
@@ -228,29 +304,50 @@ OF_ANSWERS = {"Score kept, %", "Prompt tokens computed", "Generation"}  # whatev
         (SIX, None, 3500, STARTS),
     ],
 )
-def test_part_of_an_experiment_decides_no_number(datasets: Any, most_new: Any, most_prompt: int, judged: Any) -> None:
-    about = {"max_new_tokens": most_new, "max_prompt_tokens": most_prompt, "model": "llama2", "paper": "llama2"}
+def test_part_of_an_experiment_decides_no_number(
+    datasets: Any, most_new: Any, most_prompt: int, judged: Any
+) -> None:
+    about = {
+        "max_new_tokens": most_new,
+        "max_prompt_tokens": most_prompt,
+        "model": "llama2",
+        "paper": "llama2",
+    }
     results = results_of(TABLE1, lambda *_: {"ttft_s": 0.2}, datasets, **about)
     found = {start: row(results, start, "llama2") for start in STARTS}
     assert {start for start, one in found.items() if one["verdict"] != "not run"} == judged
     assert {start for start, one in found.items() if not one["lacking"]} == judged
     if len(datasets) == 1:
         assert found["Generated"]["lacking"] == (
-            "needs the paper's 6 tasks, has multi_doc_qa; needs max_prompt_tokens=3500, has 1500; needs whole answers, "
-            "has max_new_tokens=6"
+            "needs the paper's 6 tasks, has multi_doc_qa; needs max_prompt_tokens=3500, has 1500; "
+            "needs whole answers, has max_new_tokens=6"
         )
         assert row(results, "Never slower", "llama2")["verdict"] == "not run"
 
 
-@pytest.mark.parametrize(("scores", "start"), [([1.0, 0.9, 1.0, 0.9], "95.0 ±"), ([1.0, 0.0], "?")])  # 50 ±33
-def test_share_of_the_score_is_no_number_if_it_is_hardly_known(scores: list[float], start: str) -> None:
-    visits = [visit(number, name, score=score) for name in SIX for number, score in enumerate(scores)]
+@pytest.mark.parametrize(
+    ("scores", "start"), [([1.0, 0.9, 1.0, 0.9], "95.0 ±"), ([1.0, 0.0], "?")]
+)  # 50 ±33
+def test_share_of_the_score_is_no_number_if_it_is_hardly_known(
+    scores: list[float], start: str
+) -> None:
+    visits = [
+        visit(number, name, score=score) for name in SIX for number, score in enumerate(scores)
+    ]
     cells = verdicts(Results([stored(visits, settings=TABLE1["lazy"])])).cells
-    (shown,) = cells[(cells["model"] == "tiny") & (cells["claim"] == "Score kept, % (mean over tasks)")]["ours"]
+    (shown,) = cells[
+        (cells["model"] == "tiny") & (cells["claim"] == "Score kept, % (mean over tasks)")
+    ]["ours"]
     assert shown.startswith(start)
 
 
 def test_one_traced_prompt_decides_what_is_counted_on_it(tmp_path: Path) -> None:
     traced = with_traces(stored([visit(1, "hops")]), tmp_path, small_trace())
-    found = row(Results([traced]), "Most prompt tokens")  # means of 0.4, 0.35 and 0.25: one of three below a third
-    assert (found["parts"], found["value"], found["verdict"]) == (1, pytest.approx(100 / 3), "does not hold")
+    found = row(
+        Results([traced]), "Most prompt tokens"
+    )  # means of 0.4, 0.35 and 0.25: one of three below a third
+    assert (found["parts"], found["value"], found["verdict"]) == (
+        1,
+        pytest.approx(100 / 3),
+        "does not hold",
+    )

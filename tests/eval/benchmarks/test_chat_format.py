@@ -12,7 +12,7 @@ from jinja2 import Environment
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, chat_format, post_process
 from lazyllm.errors import UserError
-from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.tokenizers import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import QUESTION, prompt_of
 from tests.runs import run_of

@@ -13,7 +13,7 @@ from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import Example
 from lazyllm.methods import PromptCompression
 from lazyllm.methods.prompt_compression import droppable
-from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.tokenizers import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.eval import official
 from tests.eval.benchmarks.test_prompts import QASPER, Characters, prompt_of

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+from eval.run.run import prepare
 
 from eval.analysis.table import figures
 from eval.benchmarks.chat_format import CHAT_FORMATS
@@ -11,10 +12,9 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.needle import SUITE, NeedleConfig
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
-from eval.run.run import prepare
 from eval.store.results import Results
 from lazyllm.errors import UserError
-from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.tokenizers import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.eval import official
 from tests.eval.made import stored

@@ -13,6 +13,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from eval.run.arms import MethodAsked
+from eval.run.config import run_config
 
 from eval.benchmarks.datasets import TASKS, add_own, datasets_asked_for, load_rows
 from eval.benchmarks.metrics import score_example
@@ -20,10 +22,8 @@ from eval.benchmarks.own import OwnDataset, described, missing, own_dataset
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
 from eval.cli import main
-from eval.run.arms import MethodAsked
-from eval.run.config import run_config
 from lazyllm.errors import UserError
-from lazyllm.models.load import shape_of
+from lazyllm.models.config import shape_of
 from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
 

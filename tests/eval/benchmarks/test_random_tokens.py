@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eval.run.case import Case
+from eval.run.run import prepare
 
 from eval.analysis.run_table import run_table
 from eval.benchmarks.random_tokens import tokenizer
-from eval.run.case import Case
-from eval.run.run import prepare
 from eval.store.results import Results
 from lazyllm.engine.devices import cpu_time, read_clock
 from lazyllm.presets import fields_of

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from eval.run.arms import MethodAsked
+from eval.run.cases import prompts_of
+from eval.run.config import run_config
 
 from eval.benchmarks import own
 from eval.benchmarks.datasets import DATASETS, add_own
@@ -17,13 +20,10 @@ from eval.benchmarks.own import OwnDataset
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings, LoadedDataset
 from eval.cli import main
-from eval.run.arms import MethodAsked
-from eval.run.cases import prompts_of
-from eval.run.config import run_config
 from eval.store.results import Results
 from eval.store.runs import stored_runs
 from lazyllm.errors import UserError
-from lazyllm.models.load import shape_of
+from lazyllm.models.config import shape_of
 from lazyllm.spec import ModelSpec
 from tests.eval import official
 from tests.helpers import tiny

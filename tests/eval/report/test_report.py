@@ -12,12 +12,15 @@ from eval.analysis.table import Cell, Figure, Table
 from eval.report import write as command
 from eval.report.content import content_of
 from eval.report.page import answers_of, render, runs_table, warnings
-from eval.store.results import Results, with_variants
+from eval.store.results import Results, read_results
 from eval.store.runs import StoredRun
 from tests.eval.made import stored, write_run
 from tests.eval.store.visits import FAILED, answer, visit
 
-HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1"><!--<script>{{ 7 * 7 }}&amp;'
+HOSTILE = (
+    '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">'
+    "<!--<script>{{ 7 * 7 }}&amp;"
+)
 
 
 def entries_of(run: StoredRun, most: int | None = None) -> list[dict[str, Any]]:
@@ -30,9 +33,12 @@ def test_an_answer_has_its_numbers_beside_the_baselines() -> None:
     (entry,) = entries_of(stored([one]))
     assert entry["visit"] == one
     theirs, own = entry["answers"].values()
-    assert theirs["numbers"] == "score 50.0, TTFT 400.0 ms, 100.0 % of the prompt computed, 2 tokens"
+    assert (
+        theirs["numbers"] == "score 50.0, TTFT 400.0 ms, 100.0 % of the prompt computed, 2 tokens"
+    )
     assert own["numbers"] == (
-        "score 25.0 (-25.0), TTFT 160.0 ms (2.50x), 75.0 % of the prompt computed, KL 0.0123, answer's KL 0.5, 2 tokens"
+        "score 25.0 (-25.0), TTFT 160.0 ms (2.50x), 75.0 % of the prompt computed, KL 0.0123, "
+        "answer's KL 0.5, 2 tokens"
     )
     assert (own["text"], own["is_same"]) == ("an answer", False)
 
@@ -58,26 +64,28 @@ def test_an_arm_that_came_back_stands_beside_the_baseline_of_its_own_visit() -> 
 
 def test_warnings_name_their_runs() -> None:
     fine = [
-        stored([visit(row) for row in range(3)], method, folder=Path(method)) for method in ("lazy", "baseline")
+        stored([visit(row) for row in range(3)], method, folder=Path(method))
+        for method in ("lazy", "baseline")
     ]
     assert warnings(fine, None) == []
     alone = stored([visit(baseline=None)], folder=Path("alone"), baseline=None, warmup=0)
     dirty = stored([visit()], folder=Path("dirty"), provenance={"git_commit": "c0ffee+changes"})
     expected = (
-        r"without a baseline.*\(alone\)", r"without warm-up.*\(alone\)", r"uncommitted code.*\(dirty\)",
+        r"without a baseline.*\(alone\)", r"without warm-up.*\(alone\)",
+        r"uncommitted code.*\(dirty\)",
         "the first 2 of each dataset's examples",
     )  # fmt: skip
     for text, pattern in zip(warnings([*fine, alone, dirty], 2), expected, strict=True):
         assert re.search(pattern, text)
 
 
-def test_runs_say_where_they_were_measured_and_in_what_they_differ() -> None:
-    changes: list[dict[str, Any]] = [{}, {}, {"size": 4, "data": {"hotpotqa": "cc dd"}}]
-    usual = {"size": 1, "data": {"hotpotqa": "aa bb"}}
-    runs = with_variants([stored([visit()], **usual | one) for one in changes])
-    columns = ["differs from most runs in", "device", "commit", "examples", "arms"]
-    assert runs_table(runs).cells[columns].to_numpy().tolist() == [
-        [odd, "a device", "abc", "1", "baseline, lazy"] for odd in ("-", "-", "size=4, rows of hotpotqa=cc dd")
+def test_runs_say_where_they_were_measured() -> None:
+    table = runs_table(
+        [stored([visit(0), visit(1)], folder=Path("a/run"), provenance={"started": "2026-01-02"})]
+    )
+    columns = ["model", "arms", "examples", "datasets", "device", "started", "commit", "folder"]
+    assert table.cells[columns].to_numpy().tolist() == [
+        ["tiny", "baseline, lazy", "2", "1", "a device", "2026-01-02", "abc", "run"]
     ]
 
 
@@ -86,7 +94,9 @@ def hand_table(results: Results) -> Table:
     names = ["b", "a", HOSTILE, "d", "e"]
     scores = [Cell("10.5 ±1", 10.5), Cell("9", 9), Cell("no run"), Cell("100", 100), Cell("9", 9)]
     cells = pd.DataFrame({f"name {HOSTILE}": names, "score": scores}, dtype=object)
-    return Table("hand", f"By hand {HOSTILE}", f"Caption {HOSTILE}", cells, cells, notes=f"Notes {HOSTILE}")
+    return Table(
+        "hand", f"By hand {HOSTILE}", f"Caption {HOSTILE}", cells, cells, notes=f"Notes {HOSTILE}"
+    )
 
 
 def bare_table(results: Results) -> Table:
@@ -102,33 +112,61 @@ def draw(frame: pd.DataFrame) -> Any:
     return figure
 
 
-FULL = Figure(f"Drawn {HOSTILE}", f"Caption {HOSTILE}", lambda results: pd.DataFrame({"x": [1.0, 2.0]}), draw)
+FULL = Figure(
+    f"Drawn {HOSTILE}", f"Caption {HOSTILE}", lambda results: pd.DataFrame({"x": [1.0, 2.0]}), draw
+)
 TABLES = {"hand": hand_table, "bare": bare_table}
 FIGURES = {"hand": FULL, "bare": Figure("Not drawn", "", lambda results: pd.DataFrame(), draw)}
 
 
 def make_runs(folder: Path) -> Results:
-    """Write a run of LazyLLM with 45 visits, one of them hostile; and one of 2 visits without a baseline."""
+    """Write a run of LazyLLM with 45 visits, one of them hostile; and one of 2 visits without a
+    baseline."""
     about: dict[str, Any] = {"prompt_tokens": 1000, "uncut_tokens": 1200}
     visits = [
-        visit(0, "hotpotqa", {"text": "so it was then"}, text="so it is", gold=["it is", "so"], ttft_s=0.16, **about),
-        visit(1, "hotpotqa", {"text": f"{HOSTILE} too"}, text=HOSTILE, prompt_end=HOSTILE, gold=[HOSTILE], **about),
+        visit(
+            0,
+            "hotpotqa",
+            {"text": "so it was then"},
+            text="so it is",
+            gold=["it is", "so"],
+            ttft_s=0.16,
+            **about,
+        ),
+        visit(
+            1,
+            "hotpotqa",
+            {"text": f"{HOSTILE} too"},
+            text=HOSTILE,
+            prompt_end=HOSTILE,
+            gold=[HOSTILE],
+            **about,
+        ),
         visit(2, "hotpotqa", {"text": "the same"}, text="the same", **about),
         *(visit(row, "trec", text=f"class {row}") for row in range(3, 45)),
     ]
     write_run(folder / "lazy", visits)
-    write_run(folder / "static", [visit(row, baseline=None) for row in (0, 1)], "static_pruning", baseline=None)
-    return Results.read([folder])
+    write_run(
+        folder / "static",
+        [visit(row, baseline=None) for row in (0, 1)],
+        "static_pruning",
+        baseline=None,
+    )
+    return read_results([folder])[0]
 
 
 def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(tmp_path: Path) -> None:
     results = make_runs(tmp_path)
     page = render(results, content_of(results, TABLES, FIGURES))
     style_and_script = re.findall(r"(?s)<style>.*?</style>|<script>.*</script>", page)
-    assert not any(re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", part) for part in style_and_script)
+    assert not any(
+        re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", part) for part in style_and_script
+    )
     references = re.findall(r"\b(?:src|href|action|data|poster|srcset)=[\"']?([^\"'\s>]*)", page)
     escaped = {"x"}  # of the hostile text, which is text
-    assert {reference for reference in references if not reference.startswith(("#", "data:"))} <= escaped
+    assert {
+        reference for reference in references if not reference.startswith(("#", "data:"))
+    } <= escaped
     assert "default-src 'none'" in page
     assert page.count("</script>") == page.count("<script") == 1
     assert page.count("<img") == 1  # the figure
@@ -142,6 +180,11 @@ def test_paper_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("eval.analysis.table.figures", lambda: FIGURES)
     monkeypatch.chdir(tmp_path)  # a clone that ignores runs/ stays clean
     assert command.main(["runs", "--formats", "html"]) == 0
-    assert Path("runs/paper/index.html").read_text(encoding="utf-8").lstrip().startswith("<!doctype html>")
+    assert (
+        Path("runs/paper/index.html")
+        .read_text(encoding="utf-8")
+        .lstrip()
+        .startswith("<!doctype html>")
+    )
     assert command.main(["runs", "--out", "new", "--formats", "html", "--examples", "1"]) == 0
     assert "the first 1 of each dataset" in Path("new/index.html").read_text(encoding="utf-8")

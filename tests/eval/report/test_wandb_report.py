@@ -1,4 +1,5 @@
-"""A W&B Report's specification is made offline from stored runs; wandb_workspaces takes it as it is."""
+"""A W&B Report's specification is made offline from stored runs; wandb_workspaces takes it as it
+is."""
 
 import json
 import socket
@@ -12,7 +13,7 @@ import pytest
 
 from eval.cli import main
 from eval.report.wandb_report import made, report_id
-from eval.store.results import Results
+from eval.store.results import read_results
 from tests.eval.made import TABLE1, over, write_run
 
 pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not installed")
@@ -32,9 +33,14 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_ends: None) 
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    for method, names in (("lazy", ("hotpotqa", "2wikimqa", "musique")), ("static_pruning", ("lcc",))):
+    for method, names in (
+        ("lazy", ("hotpotqa", "2wikimqa", "musique")),
+        ("static_pruning", ("lcc",)),
+    ):
         visits = over(names, score=0.25, ttft_s=0.1)
-        write_run(Path("runs", method), visits, method, TABLE1[method], model="llama2", paper="llama2")
+        write_run(
+            Path("runs", method), visits, method, TABLE1[method], model="llama2", paper="llama2"
+        )
 
 
 def of_kind(value: Any, kind: str) -> list[dict[str, Any]]:
@@ -60,8 +66,10 @@ def test_report_has_the_papers_tables_the_figures_and_the_runs_panels() -> None:
     bars = {metric for block in of_kind(report, "BarPlot") for metric in block["metrics"]}
     columns = ("score", "ttft_speedup", "equal_length_speedup", "generation_speedup")
     columns += ("pct_prompt_tokens_computed", "kv_bytes", "aux_bytes")
-    assert bars == {f"{task}/{column}" for task in ("multi_doc_qa", "code", "all") for column in columns}
-    results = Results.read([Path("runs")])
+    assert bars == {
+        f"{task}/{column}" for task in ("multi_doc_qa", "code", "all") for column in columns
+    }
+    (results,) = read_results([Path("runs")])
     filters = {block["filters"] for block in of_kind(report, "Runset")}
     assert filters == {
         f"Config('fingerprint') in {[run.about['fingerprint'] for run in results.runs]}",
@@ -78,14 +86,30 @@ def test_every_device_is_named() -> None:
     assert "device: a device, another" in about
 
 
+def test_runs_that_share_no_table_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("runs", "short"), over(("lcc",)), model="llama2", engine="2")
+    assert main(["wandb-report", "runs", "--out", "report.json"]) == 2
+    said = capsys.readouterr().err
+    assert "differ in engine (1, 2)" in said
+    assert "choose one with --where KEY=VALUE" in said
+    assert not Path("report.json").exists()
+
+
 def test_report_is_made_of_public_classes() -> None:
     report = made(written("--entity", "me", "--project", "mine"))
     assert (report.entity, report.project) == ("me", "mine")
-    assert [type(block).__name__ for block in report.blocks[:4]] == ["P", "TableOfContents", "P", "MarkdownBlock"]
+    assert [type(block).__name__ for block in report.blocks[:4]] == [
+        "P",
+        "TableOfContents",
+        "P",
+        "MarkdownBlock",
+    ]
 
 
 @pytest.mark.slow
-def test_publish_logs_the_images_saves_the_report_and_prints_its_address(monkeypatch, capsys) -> None:
+def test_publish_logs_the_images_saves_the_report_and_prints_its_address(
+    monkeypatch, capsys
+) -> None:
     from wandb_workspaces.reports.v2 import Report
 
     logged: dict[str, Any] = {}
@@ -96,7 +120,11 @@ def test_publish_logs_the_images_saves_the_report_and_prints_its_address(monkeyp
     monkeypatch.setattr(Report, "url", "https://example.org/report")
     assert main([*PUBLISH, "--project", "mine"]) == 0
     assert capsys.readouterr().out.strip() == "https://example.org/report"
-    assert (logged["saved"].entity, logged["project"], logged["job_type"]) == ("me", "mine", "report")
+    assert (logged["saved"].entity, logged["project"], logged["job_type"]) == (
+        "me",
+        "mine",
+        "report",
+    )
     assert type(logged["figures/figure5"]).__name__ == "Image"
     monkeypatch.setattr(Report, "save", refuse)
     assert main(PUBLISH) == 2

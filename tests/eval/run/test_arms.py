@@ -18,7 +18,7 @@ from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
 from lazyllm.methods.support.schedule import Schedule
-from lazyllm.models.load import load_config, shape_of
+from lazyllm.models.config import load_config, shape_of
 from lazyllm.spec import ModelSpec
 from tests.conftest import ROOT
 from tests.runs import arm, prepared, small_config

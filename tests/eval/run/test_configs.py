@@ -17,7 +17,7 @@ from eval.run.job import jobs_of
 from eval.run.prepare import prepare, prompt_limit
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, settings_of
-from lazyllm.models.load import load_config
+from lazyllm.models.config import load_config
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
 from tests.conftest import ROOT

@@ -17,7 +17,7 @@ from lazyllm import Prompt
 from lazyllm.engine import generation
 from lazyllm.engine.generation import Forced, Prefilled, answer, make_request
 from lazyllm.methods import Baseline, Lazy, Method
-from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.tokenizers import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
 from tests.lazyllm.methods.method_matrix import ROWS, Row

@@ -42,7 +42,7 @@ def test_engine_is_what_all_runs_share() -> None:
         for file in ((ROOT / part).rglob("*.py") if (ROOT / part).is_dir() else [ROOT / part])
     }
     assert files >= {
-        "lazyllm/engine/batch.py", "lazyllm/models/load.py", "lazyllm/presets.yaml",
+        "lazyllm/models/load.py", "lazyllm/presets.yaml",
         "lazyllm/methods/support/bases.py", "eval/run/bench.py",
     }  # fmt: skip
     others = ("lazyllm/integrations", "eval/report", "lazyllm/methods/lazy.py")

@@ -11,7 +11,7 @@ from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
 from eval.run.tracing import _texts_of_prompt, traces_of
 from lazyllm.methods import Lazy
-from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.tokenizers import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
 from tests.runs import arm, bench_of, prompt_of

@@ -1,7 +1,8 @@
-"""Every number of a run's table from its visits, by dictionaries and loops: slow, and written from the definitions.
+"""Every number of a run's table from its visits, by dictionaries and loops: slow, and written from
+the definitions.
 
-It shares with the code under test only the list of datasets, the official mean of a dataset's scores and numpy's random
-numbers and percentiles.
+It shares with the code under test only the list of datasets, the official mean of a dataset's
+scores and numpy's random numbers and percentiles.
 """
 
 import json
@@ -21,21 +22,29 @@ NAN = float("nan")
 RESAMPLES = 2000
 PERCENT = {"score", "rouge_l", "prefill_mfu", "top1_agrees", "edit_similarity", "same_answer"}
 SPEEDUPS = {
-    "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "equal_length_speedup": "equal_length_s",
+    "ttft_speedup": "ttft_s", "generation_speedup": "total_s",
+    "equal_length_speedup": "equal_length_s",
     "step_speedup": "step_s", "ideal_ttft_speedup": "prefill_flops",
 }  # fmt: skip
 OF_PAIRS = (  # measured beside the baseline's answer
-    "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer", "answer_kl", "answer_log_likelihood",
+    "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer", "answer_kl",
+    "answer_log_likelihood",
     "gold_kl", "gold_log_likelihood",
 )  # fmt: skip
-COMPARED = ("score", "kv_bytes", "aux_bytes", "peak_memory_bytes")  # values that stand beside the baseline's
+COMPARED = (
+    "score",
+    "kv_bytes",
+    "aux_bytes",
+    "peak_memory_bytes",
+)  # values that stand beside the baseline's
 BESIDE = ("cache_ratio", "peak_ratio", "reference_score", "score_difference", "relative_score")
 PLAIN = (
-    "score", "rouge_l", "ttft_s", "scoring_s", "scoring_tokens", "total_s", "step_s", "generated_tokens",
-    "pct_answered", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes", "peak_memory_bytes", "prefill_flops",
-    "prefill_mfu", "attention_ceiling", "tokens_computed", "revived_tokens", *OF_PAIRS,
+    "score", "rouge_l", "ttft_s", "scoring_s", "scoring_tokens", "total_s", "step_s",
+    "generated_tokens",
+    "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes", "peak_memory_bytes", "prefill_flops",
+    "prefill_mfu", "attention_ceiling", "revived_tokens", *OF_PAIRS,
 )  # fmt: skip
-VALUES = (*PLAIN, "cache_bytes", *SPEEDUPS, *BESIDE, "answered_score")
+VALUES = (*PLAIN, "cache_bytes", *SPEEDUPS, *BESIDE)
 
 
 @dataclass(frozen=True)
@@ -59,15 +68,17 @@ class Counted:
 
 def number(visit: Visit, one: Answer, name: str) -> float:
     """A value as tables show it; NaN if it was not measured."""
-    layers = [run for run, width in zip(one.computed[-1], one.group_layers, strict=True) for _ in range(width)]
+    layers = [
+        run
+        for run, width in zip(one.computed[-1], one.group_layers, strict=True)
+        for _ in range(width)
+    ]
     computed = one.scoring_tokens + sum(layers) / len(layers)
     steps = one.decode_step_s
     derived: dict[str, Any] = {
         "total_s": None if steps is None else one.ttft_s + sum(steps),
         "step_s": sum(steps) / len(steps) if steps else None,
         "generated_tokens": len(one.token_ids),
-        "pct_answered": None if one.text is None else 100 * (one.text != ""),
-        "tokens_computed": computed,
         "pct_prompt_tokens_computed": 100 * computed / visit.prompt_tokens,
         "attention_ceiling": visit.attention_ceiling,
     }
@@ -76,7 +87,8 @@ def number(visit: Visit, one: Answer, name: str) -> float:
 
 
 def answers_of(run: StoredRun) -> list[Counted]:
-    """Every arm's answers of the first visit that holds any, with the baseline's of that visit; arm by arm.
+    """Every arm's answers of the first visit that holds any, with the baseline's of that visit; arm
+    by arm.
 
     The order decides which examples the bootstrap's random numbers draw.
     """
@@ -84,14 +96,19 @@ def answers_of(run: StoredRun) -> list[Counted]:
     found: dict[Any, Counted] = {}
     for visit in run.visits:
         for arm, own in visit.arms.items():
-            settings = {**identity["arms"][arm]["method"]}
+            about = identity["arms"][arm]
+            settings = {
+                **about["method"],
+                **({"speedup": about["speedup"]} if "speedup" in about else {}),
+            }
             method, seed = settings.pop("name"), settings.pop("seed", identity["seed"])
             theirs = visit.arms.get(identity["baseline"])
             if isinstance(own, Answer):
                 found.setdefault(
                     (visit.dataset, visit.id, arm),
                     Counted(
-                        run.model, method, json.dumps(settings, sort_keys=True), seed, str(run.folder), arm,
+                        run.model, method, json.dumps(settings, sort_keys=True), seed,
+                        str(run.folder), arm,
                         visit, own, theirs if isinstance(theirs, Answer) else None,
                     ),
                 )  # fmt: skip
@@ -99,8 +116,8 @@ def answers_of(run: StoredRun) -> list[Counted]:
 
 
 def answers_that_count(runs: Sequence[StoredRun]) -> list[Counted]:
-    """The answers of all runs; of several runs of a setting and seed, a dataset's are those of one: the run with most
-    examples, then the newest."""
+    """The answers of all runs; of several runs of a setting and seed, a dataset's are those of one:
+    the run with most examples, then the newest."""
     found = [answer for run in runs for answer in answers_of(run)]
     started = {str(run.folder): run.started for run in runs}
     candidates: dict[Any, dict[str, set[str]]] = {}
@@ -111,7 +128,11 @@ def answers_that_count(runs: Sequence[StoredRun]) -> list[Counted]:
         key: max(by_run, key=lambda folder: (len(by_run[folder]), started[folder]))
         for key, by_run in candidates.items()
     }
-    return [answer for answer in found if answer.run == best[*answer.setting, answer.seed, answer.visit.dataset]]
+    return [
+        answer
+        for answer in found
+        if answer.run == best[*answer.setting, answer.seed, answer.visit.dataset]
+    ]
 
 
 def mean(values: Iterable[float]) -> float:
@@ -146,8 +167,15 @@ class Example:
 
     def __init__(self, answers: list[Counted]) -> None:
         own = [(answer.visit, answer.own) for answer in answers]
-        pairs = [(answer.visit, answer.own, answer.baseline) for answer in answers if answer.baseline is not None]
-        ours, theirs = [(visit, one) for visit, one, _ in pairs], [(visit, one) for visit, _, one in pairs]
+        pairs = [
+            (answer.visit, answer.own, answer.baseline)
+            for answer in answers
+            if answer.baseline is not None
+        ]
+        ours, theirs = (
+            [(visit, one) for visit, one, _ in pairs],
+            [(visit, one) for visit, _, one in pairs],
+        )
 
         def values(of: list[tuple[Visit, Answer]], name: str) -> list[float]:
             return [number(visit, one, name) for visit, one in of]
@@ -166,13 +194,15 @@ class Example:
 
 
 def of_dataset(drawn: list[Example], official: bool) -> dict[str, float]:
-    """The values of a dataset, and the score and memory of both sides of the answers beside a baseline."""
+    """The values of a dataset, and the score and memory of both sides of the answers beside a
+    baseline."""
     pairs = [example for example in drawn if example.is_paired]
     values = {name: mean(example.means[name] for example in drawn) for name in PLAIN}
     values |= {name: mean(example.of_pairs[name] for example in pairs) for name in OF_PAIRS}
     for speedup, clock in SPEEDUPS.items():
         values[speedup] = ratio(
-            sum(example.their_time[clock] for example in pairs), sum(example.own_time[clock] for example in pairs)
+            sum(example.their_time[clock] for example in pairs),
+            sum(example.own_time[clock] for example in pairs),
         )
     for name in COMPARED:
         values[f"own {name}"] = mean(example.own[name] for example in pairs)
@@ -181,7 +211,9 @@ def of_dataset(drawn: list[Example], official: bool) -> dict[str, float]:
         values["score"] = dataset_score([example.means["score"] / 100 for example in drawn])
         if pairs:
             values["own score"] = dataset_score([example.own["score"] / 100 for example in pairs])
-            values["their score"] = dataset_score([example.theirs["score"] / 100 for example in pairs])
+            values["their score"] = dataset_score(
+                [example.theirs["score"] / 100 for example in pairs]
+            )
     return with_ratios(values)
 
 
@@ -196,7 +228,6 @@ def with_ratios(values: dict[str, float]) -> dict[str, float]:
         "reference_score": values["their score"],
         "score_difference": values["own score"] - values["their score"],
         "relative_score": ratio(100 * values["own score"], values["their score"]),
-        "answered_score": ratio(100 * values["score"], values["pct_answered"]),
     }
 
 
@@ -205,11 +236,15 @@ def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
 
 
 def resamples(dataset: str, own: list[Example], of_task: list[Example]) -> list[list[Example]]:
-    """A dataset's examples, then the documented draws of the bootstrap: n - 1 of n (Rao and Wu 1988); a dataset's only
-    example is replaced by any one of its task. of_task: in order of appearance."""
+    """A dataset's examples, then the documented draws of the bootstrap: n - 1 of n (Rao and Wu
+    1988); a dataset's only example is replaced by any one of its task. of_task: in order of
+    appearance."""
     rng = np.random.default_rng(list(dataset.encode()))
     if len(own) == 1:
-        return [own, *([of_task[pick]] for pick in rng.integers(0, len(of_task), size=RESAMPLES).tolist())]
+        return [
+            own,
+            *([of_task[pick]] for pick in rng.integers(0, len(of_task), size=RESAMPLES).tolist()),
+        ]
     draws = rng.integers(0, len(own), size=(RESAMPLES, len(own) - 1)).tolist()
     return [own, *([own[pick] for pick in picks] for picks in draws)]
 
@@ -223,13 +258,17 @@ def rows_of(answers: Sequence[Counted], intervals: bool = True) -> dict[str, dic
     by_dataset: dict[str, dict[str, list[Counted]]] = {}
     for answer in answers:
         by_key.setdefault((answer.visit.dataset, answer.visit.id), []).append(answer)
-        by_dataset.setdefault(answer.visit.dataset, {}).setdefault(answer.visit.id, []).append(answer)
+        by_dataset.setdefault(answer.visit.dataset, {}).setdefault(answer.visit.id, []).append(
+            answer
+        )
     examples = {key: Example(found) for key, found in by_key.items()}
     drawn, seeds = {}, {}
     for name, by_example in by_dataset.items():
         own = [example for (dataset, _), example in examples.items() if dataset == name]
         task = DATASETS[name].task
-        of_task = [example for (dataset, _), example in examples.items() if DATASETS[dataset].task == task]
+        of_task = [
+            example for (dataset, _), example in examples.items() if DATASETS[dataset].task == task
+        ]
         chosen = resamples(name, own, of_task)[: None if intervals else 1]
         drawn[name] = [of_dataset(one, place == 0) for place, one in enumerate(chosen)]
         seeds[name] = seed_scores(by_example)
@@ -239,10 +278,14 @@ def rows_of(answers: Sequence[Counted], intervals: bool = True) -> dict[str, dic
     tasks = [task for task in TASKS if any(DATASETS[name].task == task for name in drawn)]
     for task in tasks:
         names = [name for name in drawn if DATASETS[name].task == task]
-        values = [mean_of(list(parts)) for parts in zip(*(drawn[name] for name in names), strict=True)]
+        values = [
+            mean_of(list(parts)) for parts in zip(*(drawn[name] for name in names), strict=True)
+        ]
         levels[f"task {task}"] = names, values, mean_by_seed([seeds[name] for name in names])
     of_tasks = [levels[f"task {task}"] for task in tasks]
-    values = [mean_of(list(parts)) for parts in zip(*(values for _, values, _ in of_tasks), strict=True)]
+    values = [
+        mean_of(list(parts)) for parts in zip(*(values for _, values, _ in of_tasks), strict=True)
+    ]
     levels["all"] = list(drawn), values, mean_by_seed([scores for _, _, scores in of_tasks])
     return {
         level: {
@@ -264,7 +307,9 @@ def has_enough(by_dataset: dict[str, dict[str, list[Counted]]], names: list[str]
     return sum(by_task.values()) >= 5 and all(count >= 2 for count in by_task.values())
 
 
-def with_interval(name: str, values: list[dict[str, float]], enough: bool) -> tuple[float, float, float]:
+def with_interval(
+    name: str, values: list[dict[str, float]], enough: bool
+) -> tuple[float, float, float]:
     if not enough or len(values) == 1:
         return values[0][name], NAN, NAN
     low, high = np.percentile([one[name] for one in values[1:]], [2.5, 97.5])
@@ -275,15 +320,24 @@ def seed_scores(by_example: dict[str, list[Counted]]) -> dict[int, float]:
     """{seed: a dataset's score}, of the seeds that answered every example."""
     found = {}
     for seed in {answer.seed for answers in by_example.values() for answer in answers}:
-        by_seed = [[answer for answer in answers if answer.seed == seed] for answers in by_example.values()]
+        by_seed = [
+            [answer for answer in answers if answer.seed == seed] for answers in by_example.values()
+        ]
         if all(by_seed):
-            scores = [[number(answer.visit, answer.own, "score") for answer in answers] for answers in by_seed]
+            scores = [
+                [number(answer.visit, answer.own, "score") for answer in answers]
+                for answers in by_seed
+            ]
             found[seed] = dataset_score([mean(of_example) / 100 for of_example in scores])
     return found
 
 
 def mean_by_seed(parts: list[dict[int, float]]) -> dict[int, float]:
-    return {seed: mean(part[seed] for part in parts) for seed in parts[0] if all(seed in part for part in parts)}
+    return {
+        seed: mean(part[seed] for part in parts)
+        for seed in parts[0]
+        if all(seed in part for part in parts)
+    }
 
 
 def deviation(values: list[float]) -> float:
@@ -292,7 +346,9 @@ def deviation(values: list[float]) -> float:
     return math.sqrt(sum((value - mean(values)) ** 2 for value in values) / (len(values) - 1))
 
 
-def table_of(runs: Sequence[StoredRun], intervals: bool = True) -> dict[tuple[str, str, str, str, str], dict[str, Any]]:
+def table_of(
+    runs: Sequence[StoredRun], intervals: bool = True
+) -> dict[tuple[str, str, str, str, str], dict[str, Any]]:
     """{(model, method, settings, suite, level): its values} of all runs together."""
     settings: dict[Any, list[Counted]] = {}
     for answer in answers_that_count(runs):
@@ -306,8 +362,15 @@ def table_of(runs: Sequence[StoredRun], intervals: bool = True) -> dict[tuple[st
 
 def failed_of(run: StoredRun, arms: Sequence[str], dataset: str) -> int:
     """How many answers of these arms a dataset lacks because they failed in every visit."""
-    answered = {(visit.id, arm) for visit in run.visits if visit.dataset == dataset for arm in visit.answers}
-    failed = {(visit.id, arm) for visit in run.visits if visit.dataset == dataset for arm in visit.failures}
+    answered = {
+        (visit.id, arm) for visit in run.visits if visit.dataset == dataset for arm in visit.answers
+    }
+    failed = {
+        (visit.id, arm)
+        for visit in run.visits
+        if visit.dataset == dataset
+        for arm in visit.failures
+    }
     return len([1 for key in failed - answered if key[1] in arms])
 
 

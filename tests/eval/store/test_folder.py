@@ -36,7 +36,11 @@ def in_memory(store: RunStore) -> list[Visit]:
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".lock")}
+    return {
+        file.name: file.read_bytes()
+        for file in folder.iterdir()
+        if not file.name.startswith(".lock")
+    }
 
 
 @pytest.fixture
@@ -53,7 +57,11 @@ def folder(tmp_path: Path) -> Path:
     ("file", "content", "parts"),
     [  # content: None deletes the file, and a folder takes the place of "folder"
         ("run.json", None, ["run.json", "out="]),
-        ("run.json", '{"schema": 2, "identity": {"paired": true}}', ["schema 2", "reads 5", "out="]),
+        (
+            "run.json",
+            '{"schema": 2, "identity": {"paired": true}}',
+            ["schema 2", "reads 5", "out="],
+        ),
         ("run.json", '{"schema": 99, "identity": {}}', ["schema 99", "out="]),
         ("visits.jsonl", "folder", ["visits.jsonl", "out="]),
         ("run.json", "folder", ["run.json", "out="]),
@@ -71,7 +79,9 @@ def test_store_refuses_other_folders_without_a_change(
         (folder / file).mkdir()
     elif content is not None:
         (folder / file).write_text(content)
-    files = {path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".lock")}
+    files = {
+        path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".lock")
+    }
     before = {path: path.read_bytes() for path in files}
     with pytest.raises(UserError, match=r"\.json") as error:
         opened(folder)
@@ -82,12 +92,17 @@ def test_store_refuses_other_folders_without_a_change(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"arms": ARMS | {"lazy": {"method": {"name": "lazy", "schedule": {"2": 0.5}}}}}, r"arms\.lazy\.method"),
+        (
+            {"arms": ARMS | {"lazy": {"method": {"name": "lazy", "schedule": {"2": 0.5}}}}},
+            r"arms\.lazy\.method",
+        ),
         ({"arms": ARMS | {"more": {}}}, r"arms\.more: null there, {} now\)"),
         ({"device": "another"}, "device: "),
     ],
 )
-def test_store_refuses_another_identity_and_names_the_difference(folder: Path, change: dict, named: str) -> None:
+def test_store_refuses_another_identity_and_names_the_difference(
+    folder: Path, change: dict, named: str
+) -> None:
     with pytest.raises(UserError, match=f"differs \\({named}.*out=FOLDER"):
         opened(folder, IDENTITY | change)
     assert fingerprint(IDENTITY | change) != fingerprint(IDENTITY)
@@ -95,9 +110,19 @@ def test_store_refuses_another_identity_and_names_the_difference(folder: Path, c
 
 def test_store_refuses_a_second_job(tmp_path: Path) -> None:
     with open_store(tmp_path, IDENTITY, {}) as store:
-        with pytest.raises(UserError, match=r"another process is working in this run folder \(preparing\)"):
+        with pytest.raises(
+            UserError, match=r"another process is working in this run folder \(preparing\)"
+        ):
             opened(tmp_path)
-        store.note({"event": "begin", "time": "2026-01-02T03:04:05Z", "host": "node7", "process": 42, "load": {}})
+        store.note(
+            {
+                "event": "begin",
+                "time": "2026-01-02T03:04:05Z",
+                "host": "node7",
+                "process": 42,
+                "load": {},
+            }
+        )
         with pytest.raises(UserError, match=r"\(process 42 on node7 since 2026-01-02T03:04:05Z\)"):
             opened(tmp_path)
     opened(tmp_path)  # released
@@ -121,7 +146,9 @@ def test_resuming_sets_damaged_lines_aside(folder: Path, caplog) -> None:
     lines = file.read_bytes().splitlines(keepends=True)
     garbled = lines[1][:50] + b"\n"
     file.write_bytes(lines[0] + garbled + lines[2] + b'{"half')
-    with pytest.raises(UserError, match=r"visits\.jsonl:2: not a line of visits.*run the run's command again"):
+    with pytest.raises(
+        UserError, match=r"visits\.jsonl:2: not a line of visits.*run the run's command again"
+    ):
         read_visits(folder)
     with open_store(folder, IDENTITY, {}) as store:
         assert [key for _, key in store.visits] == ["row-0", "row-2"]
@@ -144,14 +171,18 @@ def test_resuming_sets_lines_of_jobs_aside_that_status_names(folder: Path, line:
     assert (folder / "jobs.jsonl").read_text() == before
 
 
-def test_example_may_have_several_visits_and_a_repeated_line_counts_once(folder: Path, caplog) -> None:
+def test_example_may_have_several_visits_and_a_repeated_line_counts_once(
+    folder: Path, caplog
+) -> None:
     again = visit(1, text="another")
     with (folder / "visits.jsonl").open("a") as file:
         file.write(f"{again.to_json()}\n{visit(0).to_json()}\n\n")
     assert read_visits(folder) == [visit(0), visit(1), visit(2), again]
     assert "visits.jsonl:5: repeats" in caplog.text
     with open_store(folder, IDENTITY, {}) as store:
-        assert store.visits == {visit(n).key: [visit(n), *([again] if n == 1 else [])] for n in range(3)}
+        assert store.visits == {
+            visit(n).key: [visit(n), *([again] if n == 1 else [])] for n in range(3)
+        }
         assert store.answered(again.key) == {"baseline", "lazy"}
         assert store.answered(("hotpotqa", "row-9")) == set()
 
@@ -165,7 +196,9 @@ def test_gzipped_visits_are_read_as_they_are_and_no_job_appends_to_them(folder: 
     assert read_visits(folder) == [visit(0), visit(1), visit(2)]
     with open_store(folder, IDENTITY, {}) as store:
         assert len(store.visits) == 3
-        with pytest.raises(UserError, match=r"visits\.jsonl\.gz: a job cannot append to it: gunzip it"):
+        with pytest.raises(
+            UserError, match=r"visits\.jsonl\.gz: a job cannot append to it: gunzip it"
+        ):
             store.note(BEGIN)
     assert packed.read_bytes() == before
     for damage in (before[:40], gzip.compress(b"x\n")):
@@ -177,7 +210,8 @@ def test_gzipped_visits_are_read_as_they_are_and_no_job_appends_to_them(folder: 
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """Within the block, no file of this process may be larger than `size` bytes: the kernel cuts the write there."""
+    """Within the block, no file of this process may be larger than `size` bytes: the kernel cuts
+    the write there."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -188,8 +222,11 @@ def full_disk(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("cut", [0, 60, -1])
 @pytest.mark.parametrize("name", ["visits", "jobs"])
-def test_full_disk_within_a_line_leaves_the_file_unchanged(folder: Path, name: str, cut: int) -> None:
-    """Real writes, which the kernel cuts after N bytes of the line (counted from its end if negative)."""
+def test_full_disk_within_a_line_leaves_the_file_unchanged(
+    folder: Path, name: str, cut: int
+) -> None:
+    """Real writes, which the kernel cuts after N bytes of the line (counted from its end if
+    negative)."""
     event = {"event": "x" * 200}
     with open_store(folder, IDENTITY, {}) as store:
         write, line = {
@@ -199,7 +236,10 @@ def test_full_disk_within_a_line_leaves_the_file_unchanged(folder: Path, name: s
         file = folder / f"{name}.jsonl"
         before = file.read_bytes()
         room = cut if cut >= 0 else len(line) + 1 + cut
-        with full_disk(len(before) + room), pytest.raises(UserError, match=rf"{name}\.jsonl: .*free some disk space"):
+        with (
+            full_disk(len(before) + room),
+            pytest.raises(UserError, match=rf"{name}\.jsonl: .*free some disk space"),
+        ):
             write()
         assert file.read_bytes() == before
         write()  # there is room again
@@ -208,7 +248,10 @@ def test_full_disk_within_a_line_leaves_the_file_unchanged(folder: Path, name: s
 
 def test_full_disk_leaves_no_half_file(folder: Path, tmp_path_factory) -> None:
     empty = tmp_path_factory.mktemp("empty")
-    with full_disk(10), pytest.raises(UserError, match=r"run\.json: could not be written .*the same command again"):
+    with (
+        full_disk(10),
+        pytest.raises(UserError, match=r"run\.json: could not be written .*the same command again"),
+    ):
         opened(empty)
     with (folder / "visits.jsonl").open("ab") as file:
         file.write(b"damaged, in more than ten bytes\n")
@@ -230,10 +273,14 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / "file" / "run")
 
 
-FEW = settings(max_examples=settings().max_examples // 4)  # for tests that write files or long values
+FEW = settings(
+    max_examples=settings().max_examples // 4
+)  # for tests that write files or long values
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 GARBAGE = st.binary(max_size=60).map(lambda data: data.replace(b"\n", b"")) | JSON.map(
@@ -253,7 +300,10 @@ def run_folder() -> Iterator[Path]:
 @st.composite
 def damaged_files(draw: st.DrawFn) -> tuple[bytes, set[bytes]]:
     """A file of visits with all kinds of damage, and the lines that can be saved."""
-    good = [visit(number % 4, text=str(number)).to_json().encode() for number in range(draw(st.integers(0, 6)))]
+    good = [
+        visit(number % 4, text=str(number)).to_json().encode()
+        for number in range(draw(st.integers(0, 6)))
+    ]
     lines = [line for line in good for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3])))]
     lines += draw(st.lists(GARBAGE, max_size=3))
     content = b"".join(line + b"\n" for line in draw(st.permutations(lines)))
@@ -272,7 +322,9 @@ def test_resuming_keeps_all_good_visits_and_every_line(case: tuple[bytes, set[by
                 assert sorted(one.to_json().encode() for one in in_memory(store)) == sorted(good)
         assert {one.to_json().encode() for one in read_visits(folder)} == good
         left = file.read_bytes() + (aside.read_bytes() if aside.exists() else b"")
-        assert sorted(filter(bytes.strip, left.split(b"\n"))) == sorted(filter(bytes.strip, content.split(b"\n")))
+        assert sorted(filter(bytes.strip, left.split(b"\n"))) == sorted(
+            filter(bytes.strip, content.split(b"\n"))
+        )
         assert not (folder / "visits.jsonl.damaged-2").exists()
 
 
@@ -316,7 +368,8 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(row=st.integers(0, 5), share=st.floats(0, 1))
     def kill(self, row: int, share: float) -> None:
-        """A kill in the middle of a write: the lock is released, and a share of the line remains (1: all of it)."""
+        """A kill in the middle of a write: the lock is released, and a share of the line remains
+        (1: all of it)."""
         self.store()
         self.close()
         one = self.new(row)
@@ -334,7 +387,9 @@ class Jobs(RuleBasedStateMachine):
 
     @rule()
     def a_job_sees_the_work_of_those_before_it(self) -> None:
-        assert sorted(one.to_json() for one in in_memory(self.store())) == sorted(one.to_json() for one in self.visits)
+        assert sorted(one.to_json() for one in in_memory(self.store())) == sorted(
+            one.to_json() for one in self.visits
+        )
 
 
 TestJobs = Jobs.TestCase

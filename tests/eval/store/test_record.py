@@ -75,13 +75,17 @@ def changed(**changes: Any) -> dict[str, Any]:
         *(
             (changed(lazy={name: value}), rf"arms\.lazy\.{name}")
             for name, value in (
-                ("odd", 1), ("score", True), ("score", math.nan), ("ttft_s", math.inf), ("kv_bytes", 123.5),
-                ("text", 3), ("token_ids", {}), ("token_ids", [0.5]), ("computed", [1]), ("ttft_s", None),
+                ("odd", 1), ("score", True), ("score", math.nan), ("ttft_s", math.inf),
+                ("kv_bytes", 123.5),
+                ("text", 3), ("token_ids", {}), ("token_ids", [0.5]), ("computed", [1]),
+                ("ttft_s", None),
             )
         ),
     ],
 )  # fmt: skip
-def test_reader_refuses_an_invalid_line_with_its_number(tmp_path: Path, line: Any, reason: str) -> None:
+def test_reader_refuses_an_invalid_line_with_its_number(
+    tmp_path: Path, line: Any, reason: str
+) -> None:
     text = line if isinstance(line, str) else json.dumps(line)
     (tmp_path / "visits.jsonl").write_text(f"{visit(0).to_json()}\n{text}\n")
     with pytest.raises(UserError, match=rf"visits\.jsonl:2: not a line of visits .*({reason})"):

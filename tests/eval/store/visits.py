@@ -9,7 +9,8 @@ FAILED = Failure(error="out of memory", traceback="...")
 
 
 def answer(**changes: Any) -> Answer:
-    """Make an answer of two tokens that computed 75 % of 100 prompt tokens, with some fields changed."""
+    """Make an answer of two tokens that computed 75 % of 100 prompt tokens, with some fields
+    changed."""
     usual = {
         "text": "an answer", "token_ids": [3, 4], "score": 0.5, "ttft_s": 0.2, "scoring_s": 0.0,
         "decode_step_s": [0.1], "scoring_tokens": 0, "group_layers": [2, 2],
@@ -20,7 +21,10 @@ def answer(**changes: Any) -> Answer:
 
 
 def visit(
-    number: Any = 0, dataset: str = "hotpotqa", baseline: dict[str, Any] | None = NOTHING, **changes: Any
+    number: Any = 0,
+    dataset: str = "hotpotqa",
+    baseline: dict[str, Any] | None = NOTHING,
+    **changes: Any,
 ) -> Visit:
     """Make a visit of row `number`, answered by `baseline` and `lazy`.
 
@@ -32,7 +36,12 @@ def visit(
     arms = {} if baseline is None else {"baseline": answer(**usual | baseline)}
     arms |= {"lazy": answer(**changes)}
     about = {"id": f"row-{number}", "gold": ["because", "so"], "prompt_sha256": "abc"}
-    about |= {"prompt_tokens": 100, "uncut_tokens": 120, "prompt_end": "...\nwhy?", "arms": arms} | fields
+    about |= {
+        "prompt_tokens": 100,
+        "uncut_tokens": 120,
+        "prompt_end": "...\nwhy?",
+        "arms": arms,
+    } | fields
     return Visit(dataset=dataset, order=[*about["arms"]], **about)
 
 

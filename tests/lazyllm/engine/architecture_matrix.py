@@ -18,7 +18,7 @@ import lazyllm
 from lazyllm.engine import kernels
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.depth import Depth
-from lazyllm.engine.generation import Greedy, answer, make_request
+from lazyllm.engine.generation import Generation, Greedy, answer
 from lazyllm.methods import Method
 from tests.helpers import TOLERANCE
 from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS
@@ -143,7 +143,7 @@ def answer_of(
 ) -> tuple[lazyllm.Generation, list[np.ndarray]]:
     """The generation of a prompt alone, and the logits of each of its steps."""
     watched = Recording()
-    return answer(model, make_request(model, prompt, method, steps, watched)), watched.logits
+    return answer(model, Generation(model, prompt, method, steps, watched)), watched.logits
 
 
 def assert_same(

@@ -1,7 +1,6 @@
 """Batched generations against the same alone, and against the slow reference of `tests/reference.py`, in float64."""
 
 import random
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 
 import lazyllm
 from lazyllm.engine import kernels
-from lazyllm.engine.batch import Batch, generate_requests
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.generation import Generation, Greedy, Request, advance, answer, as_prompt
+from lazyllm.engine.generation import Batch, Generation, Greedy, answer, answer_many, step
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method
 from tests.helpers import TOLERANCE, Waits, prompt_of, prompt_tensor
@@ -24,11 +22,12 @@ from tests.lazyllm.methods.method_matrix import ROWS
 from tests.reference import VARIANTS, casts_in_float64, lazy_reference, random_model, random_variant
 
 
-def requests_of(model: Any, draw: random.Random, count: int, methods: list[Method]) -> list[Request]:
+def drawn(model: Any, draw: random.Random, count: int, methods: list[Method]) -> list[Generation]:
     """Prompts of mixed lengths, with answers of mixed lengths: 1 to 9 tokens, or up to an end token."""
     return [
-        Request(
-            as_prompt(model, prompt_of(draw.choice([1, 2, 5, 17, 30, 41]), draw.randrange(99))),
+        Generation(
+            model,
+            prompt_of(draw.choice([1, 2, 5, 17, 30, 41]), draw.randrange(99)),
             draw.choice(methods),
             draw.randint(1, 9),
             Recording(draw.sample(range(97), 20)),
@@ -37,15 +36,14 @@ def requests_of(model: Any, draw: random.Random, count: int, methods: list[Metho
     ]
 
 
-def check(model: Any, requests: list[Request], batch_size: int) -> list[Generation]:
-    """Assert that each request gives in a batch what it gives alone; return the batched answers in order."""
-    found = dict(generate_requests(model, requests, batch_size))
-    assert sorted(found) == list(range(len(requests)))
-    for index, request in enumerate(requests):
-        batched, sampler = found[index], request.sampler
+def check(model: Any, generations: list[Generation], batch_size: int) -> None:
+    """Assert that each gives in a batch what it gives alone."""
+    assert sorted(index for index, _ in answer_many(model, generations, batch_size)) == [*range(len(generations))]
+    for batched in generations:
+        sampler = batched.sampler
         assert isinstance(sampler, Recording)
         again = Recording(sampler._end_ids)
-        alone = answer(model, replace(request, sampler=again))
+        alone = answer(model, Generation(model, batched.prompt, batched.method, batched.max_new_tokens, again))
         assert (batched.token_ids, batched.selected) == (alone.token_ids, alone.selected)
         assert batched.computed.tolist() == alone.computed.tolist()
         assert batched.revived.tolist() == alone.revived.tolist()
@@ -55,20 +53,19 @@ def check(model: Any, requests: list[Request], batch_size: int) -> list[Generati
         assert torch.equal(batched.first_logits, alone.first_logits)
         for ours, theirs in zip(sampler.logits, again.logits, strict=True):
             assert np.abs(ours - theirs).max() < TOLERANCE
-    return [found[index] for index in range(len(requests))]
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_generation_in_a_batch_is_the_one_alone(name: str) -> None:
     draw, model = random.Random(name), random_model("llama", 5, num_layers=4)
-    check(model, requests_of(model, draw, 4, [ROWS[name].pruning]), batch_size=draw.randint(2, 3))
+    check(model, drawn(model, draw, 4, [ROWS[name].pruning]), batch_size=draw.randint(2, 3))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_different_methods_share_a_batch(seed: int) -> None:
     """Their groups of layers end at different layers."""
     draw, model = random.Random(seed), random_model("qwen3", seed, num_layers=4)
-    check(model, requests_of(model, draw, 9, [row.pruning for row in ROWS.values()]), batch_size=draw.randint(2, 9))
+    check(model, drawn(model, draw, 9, [row.pruning for row in ROWS.values()]), batch_size=draw.randint(2, 9))
 
 
 QUICK = {
@@ -95,7 +92,7 @@ def test_a_batch_on_every_architecture(architecture: str, attention: str, monkey
         model = random_variant(architecture, 3, "eager" if attention == "flash_attention_2" else attention)
         check_same_as_model(model)  # by its own attention: the stand-in is for ours
         model.config._attn_implementation = attention
-        check(model, requests_of(model, draw, 5, [Baseline(), Lazy({1: 0.6, 3: 0.5})]), batch_size=3)
+        check(model, drawn(model, draw, 5, [Baseline(), Lazy({1: 0.6, 3: 0.5})]), batch_size=3)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -118,7 +115,7 @@ def batch_of(model: Any, method: Method, lengths: list[int], steps: int) -> Batc
     """A batch after its prefills, whose answers all end after `steps` more tokens."""
     batch = Batch(model, len(lengths))
     for length in lengths:
-        batch.add(Request(as_prompt(model, prompt_tensor(length)), method, steps + 1, Greedy()))
+        batch.add(Generation(model, prompt_tensor(length), method, steps + 1, Greedy()))
     return batch
 
 
@@ -128,7 +125,7 @@ def test_work_and_waits_of_a_step_do_not_grow_with_the_rows(method: Method) -> N
     for rows in (1, 2, 7):
         batch = batch_of(model, method, [50 + 7 * row for row in range(rows)], 2)
         with torch.inference_mode(), open_decoder(model, batch._decoder), Seen() as seen, Waits() as found:
-            advance(batch.running)
+            step(batch.running)
         products[rows], waits[rows] = seen.names["linear"], found.found
         assert seen.names["embedding"] == seen.names["cos"] == 1
     assert {*products.values()} == {7 * len(model.model.layers) + 1}  # q, k, v, o, gate, up, down; the head

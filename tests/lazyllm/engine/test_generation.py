@@ -1,14 +1,13 @@
 """Arguments, end tokens, clocks and refusals of `lazyllm.generate`."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import lazyllm
-from lazyllm.engine.generation import Greedy, answer, make_request
+from lazyllm.engine.generation import Generation, Greedy, answer
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from tests.reference import random_model, random_variant
@@ -27,8 +26,8 @@ def test_clocks_and_counts() -> None:
     assert out.first_logits.shape == (MODEL.config.vocab_size,)
     assert out.token_ids[0] == int(out.first_logits.argmax())
     assert out.pct_prompt_tokens_computed == pytest.approx(100 * out.computed[-1].sum() / (4 * 6))
-    scored = replace(out, scoring_tokens=9)
-    assert scored.pct_prompt_tokens_computed == pytest.approx(100 * (out.computed[-1].sum() / 4 + 9) / 6)
+    out.scoring_tokens = 9
+    assert out.pct_prompt_tokens_computed == pytest.approx(100 * (out.computed[-1].sum() / 4 + 9) / 6)
 
 
 @pytest.mark.parametrize("method", [Baseline(), Lazy({1: 0.5, 2: 0.5})], ids=["baseline", "lazy"])
@@ -112,8 +111,8 @@ def test_second_generation_is_refused_while_one_runs() -> None:
             with pytest.raises(UserError, match="generating already"):
                 list(run(lazyllm.generate, [MODEL], [PROMPT], [method]))
 
-    request = make_request(MODEL, PROMPT, method, 3, AnsweringTwice())
-    assert answer(MODEL, request).token_ids == expected
+    generation = Generation(MODEL, PROMPT, method, 3, AnsweringTwice())
+    assert answer(MODEL, generation).token_ids == expected
     assert MODEL.config._attn_implementation == "sdpa"
     assert lazyllm.generate(MODEL, PROMPT, method, 3, ()).token_ids == expected
 

@@ -11,7 +11,7 @@ from lazyllm.engine.flops import attention_ceiling, causal_pairs, prefill_flops
 from lazyllm.engine.inputs import Triangle
 from lazyllm.engine.masks import AttentionMask
 from lazyllm.engine.sparse import attend_in_triangle, attend_under_mask
-from lazyllm.models.load import shape_of
+from lazyllm.models.config import shape_of
 from lazyllm.spec import ModelSpec
 from tests.helpers import slow
 

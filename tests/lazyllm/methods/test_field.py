@@ -19,6 +19,7 @@ from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import LayerShape, causal_pairs, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
+from lazyllm.engine.method import warn_once
 from lazyllm.methods import (
     ASL,
     CLAA,
@@ -32,7 +33,6 @@ from lazyllm.methods import (
     TriangleMix,
     UniPrefill,
 )
-from lazyllm.methods.specprefill import _warn_once
 from tests import field_oracles
 from tests.helpers import TOLERANCE, slow
 from tests.lazyllm.engine.architecture_matrix import answer_of
@@ -268,7 +268,7 @@ def test_uniprefill_counts_the_scores_of_the_tokens_that_ran() -> None:
 
 
 def test_specprefill_without_a_draft_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     config = model_of("llama", 0, "sdpa").config
     for method in (SpecPrefill(), SpecPrefill(keep=0.5)):
         method.check(config)

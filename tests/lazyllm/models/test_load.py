@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lazyllm
 from lazyllm.errors import UserError
-from lazyllm.models.load import load_config, load_end_ids, load_weights, random_weights
+from lazyllm.models.config import load_config, load_end_ids
+from lazyllm.models.load import load_weights, random_weights
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import DTYPES, ModelSpec
 from tests.hub_server import Repository

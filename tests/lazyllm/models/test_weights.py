@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
 
 import lazyllm
 from lazyllm import measuring
@@ -21,6 +22,7 @@ from lazyllm.engine.devices import devices_of, main_device, read_clock
 from lazyllm.errors import UserError
 from lazyllm.methods import GemFilter, Lazy, Method, SpecPrefill
 from lazyllm.models import load
+from lazyllm.models.config import as_device
 from lazyllm.models.load import load_weights
 from lazyllm.spec import ModelSpec
 from tests.helpers import prompt_tensor, slow
@@ -88,7 +90,7 @@ def test_quantised_checkpoint_is_made_on_its_device_by_its_own_config(saved: str
     config = json.loads((folder / "config.json").read_text())
     own = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
-    monkeypatch.setattr(load.AutoHfQuantizer, "from_config", lambda *_, **__: Mock())
+    monkeypatch.setattr(AutoHfQuantizer, "from_config", lambda *_, **__: Mock())
     monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     load_weights(ModelSpec(str(folder), dtype="bfloat16", device="cpu"))
     assert (told["device_map"], told["dtype"]) == ({"": torch.device("cpu")}, torch.bfloat16)
@@ -224,4 +226,4 @@ def test_peak_is_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_is_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    assert load.as_device("auto") == torch.device("cuda")
+    assert as_device("auto") == torch.device("cuda")

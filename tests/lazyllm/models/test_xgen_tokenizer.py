@@ -21,8 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lazyllm.errors import UserError
 from lazyllm.models import xgen_tokenizer as xgen
-from lazyllm.models.load import load_tokenizer_of
-from lazyllm.models.tokenizers import load_tokenizer
+from lazyllm.models.tokenizers import load_tokenizer, load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.hub_server import Repository
 

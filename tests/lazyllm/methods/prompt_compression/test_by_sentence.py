@@ -111,7 +111,7 @@ def test_sentences_and_their_information_are_the_released_ones(scorer: tuple[str
     for text in texts:
         prompt = prompt_of(tokenizer, text)
         with torch.inference_mode(), open_decoder(beside) as decoder:
-            starts, info = method._of_sentences(decoder, prompt)
+            starts, info = method._score_sentences(decoder, prompt)
         expected = released(text, model, tokenizer)
         begun = [prompt.text[start:stop].split() for start, stop in pairwise([*starts, prompt.context[0][1]])]
         assert begun == [own.split() for own, _ in expected]
@@ -174,7 +174,7 @@ def test_the_model_itself_may_score_sentence_by_sentence(scorer: tuple[str, Any,
     text = "The old man saw it. Its owner had left?  Nobody asked."
     prompt = prompt_of(tokenizer, text)
     with torch.inference_mode(), open_decoder(model) as decoder:
-        starts, info = PromptCompression(0.5, scoring="sentences")._of_sentences(decoder, prompt)
+        starts, info = PromptCompression(0.5, scoring="sentences")._score_sentences(decoder, prompt)
     assert [prompt.text[start:][:3] for start in starts] == ["The", "Its", "Nob"]
     spans = prompt.spans
     for start, value in zip(starts, info, strict=True):

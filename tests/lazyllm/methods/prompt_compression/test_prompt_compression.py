@@ -19,7 +19,7 @@ from lazyllm.engine.flops import LayerShape
 from lazyllm.methods import Baseline, PromptCompression
 from lazyllm.methods.prompt_compression import droppable, most_informative, unit_means
 from lazyllm.methods.support import other_models
-from lazyllm.models.load import load_config
+from lazyllm.models.config import load_config
 from lazyllm.spec import ModelSpec
 from tests.lazyllm.methods.prompt_compression.test_scoring import slow
 from tests.reference import random_model

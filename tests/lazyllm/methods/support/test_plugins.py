@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from eval.run.identity import method_code
 from eval.store.folder import fingerprint
 from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
-from lazyllm.methods import METHODS, Lazy, Prune, StaticPruning, by_name, code_of, known, make
+from lazyllm.methods import METHODS, Baseline, Lazy, Prune, StaticPruning, by_name, code_of, known, make
 from lazyllm.methods.support import bases, plugins
 from tests.helpers import example_source
 from tests.runs import prepared, small_config
@@ -143,7 +144,7 @@ def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
         arms_of("method=keep_last")
     with pytest.raises(UserError, match=r"method\.kep"):
         arms_of("method=keep_last", "method.layer=3", "method.kep=0.3")
-    with pytest.raises(UserError, match=r"method 'keep_last': keep lies in \(0, 1\], got 2.0"):
+    with pytest.raises(UserError, match=r"method 'keep_last': keep=2\.0: give a number in \(0, 1\]"):
         arms_of("method=keep_last", "method.layer=3", "method.keep=2.0")
 
 
@@ -272,6 +273,20 @@ def test_fault_in_a_file_is_one_line_with_its_place(tmp_path: Path, hook: str) -
     config = small_config(tmp_path / "run", arms=[{"name": str(file), "layer": 2, "keep": 0.5}])
     with pytest.raises(UserError, match=r"method: AttributeError: .*'nothing' \(faulty\.py:12\)"):
         check(config, tmp_path)
+
+
+@dataclass(frozen=True)
+class Plain(Baseline):
+    """A dataclass as users write it: plain types, a default that its type would refuse, an unknown type."""
+
+    keep: float = None  # type: ignore[assignment]
+    seen: list[int] = field(default_factory=list)
+    text: "Unknown" = "any"  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_plain_dataclass_is_a_method() -> None:
+    assert Plain().keep is None
+    assert Plain(0.5, [1], 3).tokens_per_layer(Depth(2), 5) == [5, 5]
 
 
 def test_method_without_a_label_has_its_class_name() -> None:
