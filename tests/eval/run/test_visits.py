@@ -282,31 +282,28 @@ def test_batch_that_lacks_memory_is_answered_one_arm_at_a_time(
             assert (answer.decode_step_s, answer.peak_memory_bytes) == (None, None)
 
 
-@pytest.mark.parametrize("place", ["add", "_start"])
-def test_only_the_answer_that_fails_alone_is_a_failure(tmp_path, monkeypatch, place: str) -> None:
-    """Whether it fails as it joins the batch, or before."""
+def test_answer_that_cannot_begin_is_the_only_failure_of_its_batch(tmp_path, monkeypatch) -> None:
+    """Its request is refused before it joins; `fails` above fails as it joins."""
     few = small(tmp_path, 8, arms=[ARMS[0]], warmup=0)
     lengths = {prompt.key: len(prompt.token_ids) for prompt in few.prompts}
     longest = max(lengths.values())
 
-    def refusing(original: Any, is_add: bool = False) -> Any:
-        def refuse(*given: Any, **settings: Any) -> Any:
-            asked = (given[1].method, given[1].prompt) if is_add else (given[2], given[1].token_ids)
-            if asked[0] == Lazy({2: 0.5}) and len(asked[1]) == longest:
+    def refusing(original: Any) -> Any:
+        def refuse(model: Any, prompt: Any, method: Any, *given: Any, **settings: Any) -> Any:
+            if method == Lazy({2: 0.5}) and len(prompt.token_ids) == longest:
                 raise RuntimeError("this prompt fails")
-            return original(*given, **settings)
+            return original(model, prompt, method, *given, **settings)
 
         return refuse
 
-    target = bench_module.Batch if place == "add" else bench_module.Bench
-    monkeypatch.setattr(target, place, refusing(getattr(target, place), place == "add"))
     monkeypatch.setattr(bench_module, "generate", refusing(bench_module.generate))
+    monkeypatch.setattr(bench_module.Bench, "_start", refusing(bench_module.Bench._start))
     found = measured(few.config).visits
     assert len(found) == len(lengths)
     for visit in found:
-        fails = lengths[visit.key] == longest
-        assert set(visit.failures) == ({"lazy"} if fails else set())
-        assert set(visit.answers) == ({"baseline"} if fails else {"baseline", "lazy"})
+        failing = {"lazy"} if lengths[visit.key] == longest else set()
+        assert visit.failures.keys() == failing
+        assert visit.answers.keys() == {"baseline", "lazy"} - failing
 
 
 def test_error_for_the_user_ends_a_run_of_batches(tmp_path: Path, monkeypatch) -> None:
@@ -432,20 +429,6 @@ def test_other_models_and_kept_prefills_count_in_no_others_peak(monkeypatch) -> 
 # -------------------------------------------------------------------- backends that build plans
 
 
-class Recorder:
-    """Calls of attention in prefills by shape. early: timed before they ran untimed."""
-
-    def __init__(self) -> None:
-        self.untimed, self.timed, self.early = Counter[Any](), Counter[Any](), Counter[Any]()
-        self.rehearses = self.decodes = False
-
-    def note(self, *tensors: torch.Tensor) -> None:
-        shape = tuple((tuple(one.shape), one.stride()) for one in tensors)
-        if not self.decodes:
-            (self.untimed if self.rehearses else self.timed)[shape] += 1
-            self.early[shape] += shape not in self.untimed
-
-
 @pytest.mark.parametrize("batch_size", [1, 6])
 def test_no_timed_prefill_is_the_first_of_its_shapes(monkeypatch, batch_size: int) -> None:
     """Where a backend builds a plan for each new shape; of a draft's prefills too."""
@@ -457,23 +440,27 @@ def test_no_timed_prefill_is_the_first_of_its_shapes(monkeypatch, batch_size: in
         arm("draft", "specprefill", keep=0.5, draft="tiny"),
     ]
     lazyllm.generate(model, [5, 6], Baseline(), 1, ())  # the model is checked once
-    found, attend, backends = Recorder(), F.scaled_dot_product_attention, decoder.backends
-    rehearse = Bench._rehearse
+    attend, backends, rehearse = F.scaled_dot_product_attention, decoder.backends, Bench._rehearse
+    untimed, timed, early = Counter[Any](), Counter[Any](), list[Any]()
+    state = {"decodes": False, "rehearses": False}
 
-    def noted(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        found.note(query, key, value)
-        return attend(query, key, value, *args, **kwargs)
+    def noted(*tensors: Any, **settings: Any) -> Any:
+        shapes = tuple((tuple(one.shape), one.stride()) for one in tensors[:3])
+        if not state["decodes"]:
+            (untimed if state["rehearses"] else timed)[shapes] += 1
+            early.extend({shapes} - untimed.keys())
+        return attend(*tensors, **settings)
 
     @contextmanager
     def chosen(of: Any, devices: Any, decodes: bool) -> Iterator[None]:
-        found.decodes = decodes
+        state["decodes"] = decodes
         with backends(of, devices, decodes):
             yield
 
-    def rehearsing(bench: Bench, *args: Any) -> None:
-        found.rehearses = True
-        rehearse(bench, *args)
-        found.rehearses = False
+    def rehearsing(bench: Bench, *given: Any) -> None:
+        state["rehearses"] = True
+        rehearse(bench, *given)
+        state["rehearses"] = False
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     for module in (decoder, session):
@@ -485,6 +472,6 @@ def test_no_timed_prefill_is_the_first_of_its_shapes(monkeypatch, batch_size: in
     planned = [(prompt, rotate(arms, number)) for number, prompt in enumerate(prompts)]
     made = [*bench_of(model, tokenizer, arms, batch_size=batch_size).visits(planned)]
     assert [list(visit.answers) for visit in made] == [[one.label for one in arms]] * 2
-    assert len(found.timed) > len(arms)
-    assert not +found.early
-    assert found.untimed >= found.timed  # the draft's check, once, is untimed too
+    assert len(timed) > len(arms)
+    assert not early
+    assert untimed >= timed  # the draft's check, once, is untimed too
