@@ -66,7 +66,8 @@ def frame_visits(
 ) -> pd.DataFrame:
     """A run's part of `eval.store.results.Results.frame`, as if no other run counted instead.
 
-    arms: {label: `StoredArm`}, in the order of tables. constants: columns that are equal in all rows.
+    arms: {label: `StoredArm`}, in the order of tables. constants: columns that are equal in all
+    rows.
     """
     keys, numbers = list[tuple[Any, ...]](), list[dict[str, float]]()
     token_s = list[tuple[float, ...] | None]()
