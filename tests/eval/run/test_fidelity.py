@@ -15,7 +15,7 @@ from eval.benchmarks.prompts import gold_token_ids
 from eval.run.answer import compare_forced, compare_generations, edit_similarity
 from lazyllm import Prompt
 from lazyllm.engine import generation
-from lazyllm.engine.generation import Forced, Prefilled, answer, make_request
+from lazyllm.engine.generation import Forced, Generation, answer
 from lazyllm.methods import Baseline, Lazy, Method
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
@@ -31,7 +31,7 @@ RNG = np.random.default_rng(0)
 def forced_logits(model: Any, prompt: Prompt, method: Method, token_ids: list[int]) -> Tensor:
     """[t, v] the logits before each of t forced tokens, from a prefill of their own."""
     forced = Forced(token_ids)
-    answer(model, make_request(model, prompt, method, len(token_ids), forced))
+    answer(model, Generation(model, prompt, method, len(token_ids), forced))
     return torch.stack(forced.logits)
 
 
@@ -60,10 +60,10 @@ def test_forced_decoding_is_the_methods_own(name: str, revive: bool) -> None:
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 def test_forks_of_a_prefill_are_forced_runs_of_their_own(row: Row) -> None:
     """For every method, several answers; the answer from whose prefill they fork is unchanged."""
-    model, method, kept = random_model("qwen3", 4, num_layers=4), row.pruning, list[Prefilled]()
+    model, method, kept = random_model("qwen3", 4, num_layers=4), row.pruning, list[Generation]()
     _, prompt = random_prompt(24)
 
-    def keep(prefilled: Prefilled) -> None:
+    def keep(prefilled: Generation) -> None:
         kept.append(prefilled.fork())
 
     alone = lazyllm.generate(model, prompt, method, 6, ())
@@ -83,7 +83,7 @@ def test_time_after_the_prefill_is_in_no_step(monkeypatch: pytest.MonkeyPatch) -
     clock = iter(range(1000))
     monkeypatch.setattr(generation, "read_clock", lambda *_: float(next(clock)))
 
-    def wait(_: Prefilled) -> None:
+    def wait(_: Generation) -> None:
         for _ in range(100):
             next(clock)
 
