@@ -341,7 +341,7 @@ def test_fault_in_a_file_is_one_line_with_its_place(tmp_path: Path, hook: str) -
     file = tmp_path / "faulty.py"
     file.write_text(f"{_IN_A_FILE.format(name='Faulty')}\n    def {hook}:\n        self.nothing\n")
     config = small_config(tmp_path / "run", arms=[{"name": str(file), "layer": 2, "keep": 0.5}])
-    with pytest.raises(UserError, match=r"method: AttributeError: .*'nothing' \(faulty\.py:12\)"):
+    with pytest.raises(UserError, match=r"AttributeError: .*'nothing' \(faulty\.py:12\)"):
         check(config, tmp_path)
 
 
