@@ -102,7 +102,9 @@ REFUSED = {
     "run 'arms=[{name: random_drop, seeds: 0}]'": "arms.0.seeds=0: expected 1 or more",
     "run 'arms=[{name: random_drop, keep: []}]'": "random_drop: keep=[]: give at least one value",
     "run method=random_drop method.seeds=0": "method.seeds=0: expected 1 or more",
-    "run method=random_drop method.keep=fast": "method 'random_drop': keep='fast': give a number in (0, 1]",
+    "run method=random_drop method.keep=fast": (
+        "method 'random_drop': keep='fast': give a number in (0, 1]"
+    ),
     "run method=lazy method.schedule={2:1.5}": "keep ratio after layer 2 lies in (0, 1], got 1.5",
     "run method=lazy method.schedule={9:0.5}": "lazy: the schedule prunes after layer 9, but the",
     """run method=lazy 'method.schedule={"2":0.5}'""": "a mapping's key none)",
