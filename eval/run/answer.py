@@ -47,7 +47,7 @@ def answer_of(
     chat: ChatFormat,
     reference: "Reference | None" = None,
 ) -> Answer:
-    """The record of an arm's answer.
+    """Decode, score and cost a generation, and compare it with the baseline's.
 
     model: for its shapes and its device's rate. reference: the baseline's answer; None without one
         to compare with.
@@ -91,8 +91,9 @@ def score_of(prompt: Prompt, decoded: str, chat: ChatFormat) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The baseline's answer of a visit. forced: {name: tokens that are fed to each arm, and to
-    it}.
+    """The baseline's answer of a visit.
+
+    forced: {`answer` or `gold`: token ids that are fed to every arm and to the baseline}.
     """
 
     measured: Measured

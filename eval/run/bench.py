@@ -35,7 +35,7 @@ from lazyllm.models.load import load_weights
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Visited = tuple[Prompt, Sequence[Arm]]  # a prompt, and the arms that answer it, in order
+PlannedVisit = tuple[Prompt, Sequence[Arm]]  # a prompt, and the arms that answer it, in order
 Pair = tuple[Prompt, Arm]
 Load = Callable[[], PreTrainedModel]
 Ended = tuple[Prompt, Arm, Measured | Failure]
@@ -99,7 +99,7 @@ class Bench:
     def _method(self, prompt: Prompt, arm: Arm) -> Method:
         return self.methods[arm.label, prompt.dataset.name]
 
-    def visits(self, planned: Sequence[Visited]) -> Iterator[Visit]:
+    def visits(self, planned: Sequence[PlannedVisit]) -> Iterator[Visit]:
         """The visits as they are done, in which an arm may have failed: it lacked memory, for
         example.
 
@@ -227,9 +227,12 @@ class Bench:
         recover(self.model.device)  # not in the handler, as the error's frames hold memory
         return failure
 
-    def _answer_together(self, planned: Sequence[Visited]) -> Iterator[Ended]:
-        """The arms' answers as they end, several at once. A bad answer loses no other: after an
-        error the visits in the batch are answered one arm at a time."""
+    def _answer_together(self, planned: Sequence[PlannedVisit]) -> Iterator[Ended]:
+        """Yield the arms' answers as they end, several decoding at once.
+
+        After any error but a UserError, such as out of memory, every unfinished visit of the batch
+        runs again, one arm at a time.
+        """
         waiting = deque((prompt, arm) for prompt, arms in planned for arm in arms)
         while waiting:
             lost = yield from self._fill_batches(waiting)

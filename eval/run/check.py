@@ -52,8 +52,8 @@ def spec_of(config: RunConfig) -> ModelSpec:
     keys = [field.name for field in fields(ModelSpec) if field.name != "seed"]
     spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=config.seed)
     spec.check()
-    if spec.name not in PRESETS:  # of a preset, `check` says whether its package is here
-        _ = spec.source  # refuses what is no model
+    if spec.name not in PRESETS:  # the files of a preset are looked for later
+        _ = spec.source  # refuses a name that is no model
     return spec
 
 
@@ -87,8 +87,7 @@ def choose_data(
     """The datasets whose rows can be loaded, and the settings that determine the rows. Raises
     UserError.
 
-    check_rows: whether the rows of at least one dataset must be there; without it, all that are
-        named.
+    check_rows: if False, return all named datasets without asking whether their rows are there.
     quiet: whether a log line has named the datasets that are left out, as `check` does.
     """
     named = choose(config.dataset, config.model.name, config.data.length)

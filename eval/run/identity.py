@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score", "fuzzywuzzy")
 # The code that can change a number of any run
-ENGINE = (
+SHARED_CODE = (
     "lazyllm/spec.py",
     "lazyllm/presets.py",
     "lazyllm/presets.yaml",
+    "lazyllm/measuring.py",
     "lazyllm/engine",
     "lazyllm/models",
     "lazyllm/methods/support",
@@ -94,7 +95,7 @@ def method_code(name: str) -> str:
 
     `code_of` a package or a file of the user's, which counts whole, or the functions of a
     notebook's class; then `code_sha256` of lazyllm's methods among these classes. Other classes of
-    lazyllm are in `ENGINE`.
+    lazyllm are in `SHARED_CODE`.
     """
     kinds = by_name(name).__mro__
     shipped = {
@@ -112,7 +113,7 @@ def method_code(name: str) -> str:
         # not those of `dataclass`
         own = [part for part in functions if part.__code__.co_filename != "<string>"]
         codes = [sha256_of([inspect.getsource(part) for part in own])[:16]]
-    if methods := shipped - {*ENGINE}:
+    if methods := shipped - {*SHARED_CODE}:
         codes.append(code_sha256(tuple(sorted(methods))))
     return " ".join(filter(None, codes))
 
@@ -209,7 +210,7 @@ def _identify_model(config: RunConfig, spec: ModelSpec) -> dict[str, Any]:
         "revision": model.revision or getattr(model_config, "_commit_hash", None),
         "weights": f"random, seed {config.seed}" if spec.is_dummy else weights_sha256(spec),
         "end_ids": list(load_end_ids(spec)),
-        "engine": code_sha256(ENGINE),
+        "engine": code_sha256(SHARED_CODE),
         "versions": versions()
         | {package: importlib.metadata.version(package) for package in readers},
         "device": device_name(device),

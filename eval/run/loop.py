@@ -24,7 +24,7 @@ from lazyllm.errors import FailedExamplesError, UserError, reason_of
 from lazyllm.files import write_whole
 
 if TYPE_CHECKING:  # a run that lacks nothing loads no model, nor the code that runs it
-    from eval.run.bench import Bench, Load, Visited
+    from eval.run.bench import Bench, Load, PlannedVisit
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +83,12 @@ def rotate(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
     return order[::-1] if number % 2 else order
 
 
-def plan_visits(run: Run, store: RunStore) -> list[Visited]:
-    """The prompts that some arms have not answered, each with these arms and the baseline, in
-    order.
+def plan_visits(run: Run, store: RunStore) -> list[PlannedVisit]:
+    """List the prompts that lack an answer of some arm, each with these arms in order.
+
+    The baseline answers each of them again, as ratios compare answers of one visit.
     """
-    planned: list[Visited] = []
+    planned: list[PlannedVisit] = []
     for number, prompt in enumerate(run.prompts):
         answered = store.answered(prompt.key)
         if lacking := [arm for arm in run.arms if arm.label not in answered]:
@@ -138,7 +139,7 @@ def _noted(store: RunStore, examples: int) -> Iterator[None]:
 
 def _measure(
     bench: Bench,
-    planned: Sequence[Visited],
+    planned: Sequence[PlannedVisit],
     warmup: int,
     store: RunStore,
     trackers: Sequence[Tracker],

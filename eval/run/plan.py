@@ -154,14 +154,14 @@ def _limit(config: RunConfig) -> int:
 
 def costs_of(config: RunConfig, groups: Sequence[Group], device: Accelerator) -> list[Cost]:
     """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
-    from eval.run.prepare import solve
+    from eval.run.prepare import resolve_arms
 
     first, costs, is_estimate = groups[0], list[Cost](), is_estimated(config)
     (datasets, data), asked_spec = choose_data(config), spec_of(config)
     dtype, reason = choose_dtype(asked_spec, "cuda" if device.gigabytes else "cpu")
     spec = replace(asked_spec, dtype=dtype)
     model = Model.of(spec)
-    arms, methods = solve(config, datasets, suite_of(datasets).length(data), _limit(config))
+    arms, methods = resolve_arms(config, datasets, suite_of(datasets).length(data), _limit(config))
     longest = max(group.prompt_tokens for group in groups)
     most, memory = max(group.new_tokens for group in groups), 1e9 * device.gigabytes or None
     batch_size = fitting_batch(config.batch_size, spec, [*methods.values()], longest, most, memory)

@@ -92,7 +92,7 @@ def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
     chat.uses_template(tokenizer)  # refuses a template that is not there
     log.info("reading %s", ", ".join(dataset.name for dataset in datasets))
     rows = read_rows(config, datasets, data)
-    arms, methods = solve(config, datasets, suite.length(data), limit)
+    arms, methods = resolve_arms(config, datasets, suite.length(data), limit)
     new_tokens = max(
         limit_of_answers(config, loaded.dataset, loaded.max_new_tokens) for loaded in rows
     )
@@ -231,14 +231,13 @@ def tokenizer_of_run(spec: ModelSpec, suite: Suite) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def solve(
+def resolve_arms(
     config: RunConfig, datasets: Sequence[Dataset], length: int | None, limit: int | None
 ) -> tuple[tuple[Arm, ...], Methods]:
-    """The arms that can be measured on the model, in order, with their methods; others are left
-    out, with a log line.
+    """Make the methods of all arms, with their speedups solved for on this model.
 
-    length: tokens of prompt and answer, if the settings fix it. limit: tokens of a prompt. Raises
-        UserError.
+    An arm that cannot reach its speedup is left out, with a log line. length: tokens of prompt and
+    answer, if the settings fix it. limit: tokens of a prompt. Raises UserError.
     """
     shape, column = shape_of(spec_of(config)), config.model.paper
     depth, found, unreachable = Depth.of(shape), list[Arm](), list[OutOfReachError]()

@@ -39,12 +39,12 @@ VERSION = 5  # of run.json's layout, stored there as `schema`
 PLANNED = "examples.json"
 
 # Exceptions raised by parsing an invalid line
-NO_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+BAD_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 def job_event(line: bytes) -> dict[str, Any]:
     """A line of jobs.jsonl: "event", which is begin or end, its "time", and more. Raises one of
-    `NO_LINE`.
+    `BAD_LINE`.
     """
     values = json.loads(line)
     if values["event"] not in ("begin", "end"):
@@ -246,7 +246,7 @@ def read_planned(folder: Path) -> list[tuple[str, str]] | None:
         return [(dataset, example) for dataset, ids in content.items() for example in ids]
     except FileNotFoundError:
         return None
-    except (OSError, *NO_LINE) as error:
+    except (OSError, *BAD_LINE) as error:
         raise UserError(
             f"{file}: cannot be read ({type(error).__name__}: {error}); remove it"
         ) from error
@@ -282,7 +282,7 @@ def _lines(file: Path, name: str) -> list[_Line]:
             continue
         try:
             value, fault = _PARSE[name](data), None
-        except NO_LINE as error:
+        except BAD_LINE as error:
             if number == len(whole):
                 continue
             value, fault = None, f"not a line of {name} ({type(error).__name__}: {error})"
@@ -343,7 +343,7 @@ def read_about(file: Path) -> dict[str, Any]:
             raise TypeError(f"identity is {_short(content['identity'])}")
         # a user's own datasets, which visits and tables then name
         add_own(content.get("descriptions", {}))
-    except (OSError, *NO_LINE) as error:
+    except (OSError, *BAD_LINE) as error:
         raise UserError(
             f"{file}: cannot be read as a run's description ({type(error).__name__}: {error}). "
             "Nothing was changed: copy the run.json of another run of the same command there, or "

@@ -200,7 +200,10 @@ def _draw(values: np.ndarray, datasets: np.ndarray, name: str) -> tuple[np.ndarr
 
 
 def _draw_dataset(examples: pd.DataFrame, name: str) -> Draws:
-    """The draws of a dataset's values. examples: of `_average_examples`."""
+    """Compute a dataset's values and their resamples; speedups are ratios of summed costs.
+
+    examples: of `_average_examples`.
+    """
     datasets = examples.index.get_level_values("dataset").to_numpy()
     products, counts = _draw(examples.to_numpy(), datasets, name)  # one product: it costs most
     sums = dict(zip(examples, products.T, strict=True))

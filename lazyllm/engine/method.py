@@ -49,7 +49,7 @@ class Method(ABC):
     order: ClassVar[int] = 100  # its place there: lower first, ties by label
     colour: ClassVar[str | None] = None  # in every picture, as #RRGGBB; None takes a spare one
     marker: ClassVar[str | None] = None  # in every picture, of matplotlib; None takes a spare one
-    # what a speedup is solved for; None: the speed is measured, never set
+    # the hyperparameter whose value is solved for a speedup; None: the speed is only measured
     target_parameter: ClassVar[str | None] = None
     # tables name these, and `target_parameter`, even at their default
     shown_parameters: ClassVar[tuple[str, ...]] = ()
@@ -193,10 +193,10 @@ class Method(ABC):
 
     @classmethod
     def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> Any:
-        """Find the `target_parameter` whose ideal speedup on n prompt tokens is nearest to that.
+        """Find the `target_parameter` whose ideal speedup on n tokens is nearest to `target`.
 
-        settings: the other hyperparameters.
-        Returns None if no value reaches it. By default it is a keep ratio: lower is faster.
+        settings: the other hyperparameters. Returns None if no value reaches it. This default
+        takes the parameter for a keep ratio in (0, 1]: a lower one is faster.
         """
         key = str(cls.target_parameter)
         others = {name: value for name, value in settings.items() if name != key}

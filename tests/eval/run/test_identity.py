@@ -11,7 +11,7 @@ import pytest
 
 from eval.benchmarks import SUITES
 from eval.run import identity
-from eval.run.identity import ENGINE, code_sha256, method_code, suite_code
+from eval.run.identity import SHARED_CODE, code_sha256, method_code, suite_code
 from lazyllm.methods import METHODS, Prune
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
@@ -38,7 +38,7 @@ def test_any_change_of_a_source_changes_the_hash(tmp_path: Path, monkeypatch) ->
 def test_engine_is_what_all_runs_share() -> None:
     files = {
         file.relative_to(ROOT).as_posix()
-        for part in ENGINE
+        for part in SHARED_CODE
         for file in ((ROOT / part).rglob("*.py") if (ROOT / part).is_dir() else [ROOT / part])
     }
     assert files >= {
