@@ -13,7 +13,7 @@ from eval.arms import REFERENCE_TOKENS, expand, table1_speedup
 from eval.benchmarks.datasets import DATASETS
 from eval.compose import read
 from eval.run.check import choose_data, spec_of, suite_of
-from eval.run.prepare import limit_of_prompts, prepare, solve
+from eval.run.prepare import limit_of_prompts, prepare, resolve_arms
 from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop, StaticPruning
@@ -105,7 +105,7 @@ def test_arms_of_an_experiment_reach_their_speedups(experiment: str, model: str)
     limit = limit_of_prompts(config, suite_of(datasets), data, shape.max_position_embeddings)
     column, layers = config.model.paper or "llama2", shape.num_hidden_layers
     assert len(expand(config)) == EXPERIMENTS[experiment]
-    arms, methods = solve(config, datasets, length, limit)
+    arms, methods = resolve_arms(config, datasets, length, limit)
     n = min(limit, length or REFERENCE_TOKENS[column])
     checked = 0
     for one in arms:
