@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from eval.compose import LAUNCHERS, check_arguments
-from eval.store.results import Results
+from eval.store.results import read_results
 from lazyllm.errors import UserError
 from tests.conftest import ROOT
 from tests.runs import checked, measured
@@ -77,13 +77,11 @@ def check_the_three_good_jobs(folder: Path, done: subprocess.CompletedProcess[st
     assert done.returncode == 2, output
     assert "after layer 9, but the model has only 8 layers" in done.stderr, output
     assert "job failed (method=static_pruning method.layer=9" in output
-    frame: Any = Results.read([folder / "runs"]).frame
+    (results,) = read_results([folder / "runs"])
+    frame: Any = results.frame
     table = frame[~frame["is_baseline"]]
-    assert sorted(json.loads(settings)["layer"] for settings in table["settings"].unique()) == [
-        2,
-        3,
-        4,
-    ], output
+    layers = sorted(json.loads(settings)["layer"] for settings in table["settings"].unique())
+    assert layers == [2, 3, 4], output
     assert set(table.groupby("run").size()) == {4}  # two examples of each dataset
     for jobs in (folder / "runs").glob("tiny-*/jobs.jsonl"):
         begin, end = (json.loads(line) for line in jobs.read_text().splitlines())

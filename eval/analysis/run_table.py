@@ -213,7 +213,7 @@ def _with_failures(
 
 
 def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
-    """A row for each range of the conversations' prompt tokens; none if all (`among`) are in
+    """A row for each range of prompt tokens; none if all (`among`) are in
     one. Without failures.
     """
     if len(ranges_in(among["range"])) < 2:

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from eval.analysis.figure5 import _undominated, data, paper_points, plot
+from eval.analysis.figure5 import data, paper_points, plot
 from eval.analysis.paper_tables import PUBLISHED
 from eval.store.results import Results
 from eval.store.runs import StoredRun
@@ -140,20 +140,6 @@ def test_settings_given_by_a_speedup_are_joined() -> None:
     assert dict(zip(measured["label"], measured["on_curve"], strict=True)) == {
         "lazy, speedup=1.5x": True, "lazy, speedup=2x": True, "lazy, speedup=table1": False,
     }  # fmt: skip
-
-
-def test_undominated_by_hand() -> None:
-    points = [
-        (1.0, 100.0),
-        (2.0, 90.0),
-        (2.0, 95.0),
-        (3.0, 95.0),
-        (4.0, 20.0),
-        (3.5, 10.0),
-        (0.5, 100.0),
-    ]
-    table = pd.DataFrame(points, columns=["ttft_speedup", "relative_score"])
-    assert _undominated(table).tolist() == [True, False, False, True, True, False, False]
 
 
 def test_the_best_kl_has_panels_without_published_points() -> None:

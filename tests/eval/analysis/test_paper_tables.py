@@ -63,13 +63,6 @@ def test_part_of_a_task_is_not_compared() -> None:
     assert (cells["n"], cells["score, Δ"]) == ("2 (1 of 3 datasets)", "-")
 
 
-def test_seeds_are_averaged_and_their_deviation_is_kept() -> None:
-    runs = [llama2("random_drop", seed=seed, score=score) for seed, score in enumerate((0.1, 0.4))]
-    found = line(table1(Results(runs)).frame, method="random_drop")
-    assert (found["seeds"], found["examples"], found["score"]) == (2, 6, 25)
-    assert found["score_seed_std"] == pytest.approx(math.sqrt(2 * 15**2))  # of 10 and 40
-
-
 def test_other_models_and_suites_have_no_published_number() -> None:
     table = table1(Results([stored(over(("hops",)), settings=TABLE1["lazy"])]))
     assert line(table.frame, method="lazy")["status"] == "measured"

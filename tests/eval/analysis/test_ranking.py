@@ -79,21 +79,6 @@ def test_the_answers_kl_ranks_where_all_have_it(
     assert frame[f"{ranked_by}_difference"].tolist()[1] > 0
 
 
-def test_random_tokens_have_no_scores() -> None:
-    baseline = {"score": None}
-    runs = [
-        stored(
-            [visit(row, "random", baseline, kl=kl, score=None) for row in (0, 1)],
-            name,
-            {"speedup": 2.0},
-        )
-        for name, kl in {"gemfilter": 0.1, "fastkv": 0.3}.items()
-    ]
-    cells = ranking(Results(runs)).cells
-    assert cells["KL - rank 1's"].tolist() == ["-", "+0.20000 (+0.20000, +0.20000)"]
-    assert cells["score - rank 1's"].tolist() == ["-", "-"]
-
-
 def test_missed_speedups_are_not_ranked() -> None:
     def run(method: str, kls: list[float], ideal: float, **about: Any) -> StoredRun:
         baseline = {"prefill_flops": round(100 * ideal)}

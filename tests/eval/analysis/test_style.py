@@ -53,21 +53,13 @@ def test_methods_differ_without_colour_and_for_the_colour_blind() -> None:
 
 def test_style_of_a_method_depends_on_no_other() -> None:
     assert styles_of(["lazy"])["lazy"] == styles_of(["mine", "baseline", "lazy"])["lazy"]
-    assert styles_of(["mine", "other"])["mine"] == styles_of(["other", "mine"])["mine"]
-    assert styles_of(["mine", "other"])["mine"] != styles_of(["mine", "other"])["other"]
-    assert list(styles_of(["mine", "lazy", "random_drop", "baseline"])) == [
-        "baseline",
-        "random_drop",
-        "lazy",
-        "mine",
-    ]
+    mine, other = styles_of(["mine", "other"]).values()
+    assert styles_of(["other", "mine"])["mine"] == mine != other
+    ordered = ["baseline", "random_drop", "lazy", "mine"]
+    assert list(styles_of(ordered[::-1])) == ordered
     for name, kind in METHODS.items():
-        style = styles_of([name])[name]
-        assert (style["label"], style["color"], style["marker"]) == (
-            kind.label,
-            kind.colour,
-            kind.marker,
-        )
+        look = kind.label, kind.colour, kind.marker
+        assert tuple(styles_of([name])[name][key] for key in ("label", "color", "marker")) == look
 
 
 def test_saved_files_are_equal_and_undated(tmp_path: Path) -> None:

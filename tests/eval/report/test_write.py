@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -124,14 +123,18 @@ def test_provenance_names_every_run(runs: Results, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_command_writes_the_real_figures(runs: Results, tmp_path: Path, capsys: Any) -> None:
-    folder = runs.runs[0].folder.parent
-    assert main([str(folder), "--out", str(tmp_path / "out")]) == 0
+def test_command_writes_the_real_figures_below_runs(
+    runs: Results, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(runs.runs[0].folder.parents[1])  # a clone that ignores runs/ stays clean
+    assert main(["runs", "--examples", "1"]) == 0
+    page = Path("runs/paper/index.html").read_text(encoding="utf-8")
+    assert "the first 1 of each dataset" in page
     assert "from 2 runs" in capsys.readouterr().out
-    drawn = {file.stem for file in (tmp_path / "out" / "figures").glob("*.png")}
+    drawn = {file.stem for file in Path("runs/paper/figures").glob("*.png")}
     assert drawn == {name for name, one in figures().items() if not one.data(runs).empty}
     with pytest.raises(UserError, match="no such folder"):
-        main([str(tmp_path / "absent"), "--out", str(tmp_path / "out")])
+        main(["absent", "--out", "out"])
 
 
 def test_import_of_the_command_loads_nothing_slow() -> None:

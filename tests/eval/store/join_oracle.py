@@ -1,5 +1,4 @@
-"""Every number of a run's table from its visits, by dictionaries and loops: slow, and written from
-the definitions.
+"""Every number of a run's table, by dictionaries and loops: slow, and from the definitions.
 
 It shares with the code under test only the list of datasets, the official mean of a dataset's
 scores and numpy's random numbers and percentiles.
@@ -22,34 +21,32 @@ NAN = float("nan")
 RESAMPLES = 2000
 PERCENT = {"score", "rouge_l", "prefill_mfu", "top1_agrees", "edit_similarity", "same_answer"}
 SPEEDUPS = {
-    "ttft_speedup": "ttft_s", "generation_speedup": "total_s",
-    "equal_length_speedup": "equal_length_s",
-    "step_speedup": "step_s", "ideal_ttft_speedup": "prefill_flops",
+    "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s",
+    "equal_length_speedup": "equal_length_s", "ideal_ttft_speedup": "prefill_flops",
 }  # fmt: skip
 OF_PAIRS = (  # measured beside the baseline's answer
     "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer", "answer_kl",
-    "answer_log_likelihood",
-    "gold_kl", "gold_log_likelihood",
+    "answer_log_likelihood", "gold_kl", "gold_log_likelihood",
 )  # fmt: skip
-# values that stand beside the baseline's
-COMPARED = ("score", "kv_bytes", "aux_bytes", "peak_memory_bytes")
-BESIDE = ("cache_ratio", "peak_ratio", "reference_score", "score_difference", "relative_score")
+COMPARED = ("score", "cache_bytes", "peak_memory_bytes")  # values that stand beside the baseline's
 PLAIN = (
     "score", "rouge_l", "ttft_s", "scoring_s", "scoring_tokens", "total_s", "step_s",
     "generated_tokens",
-    "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes", "peak_memory_bytes", "prefill_flops",
-    "prefill_mfu", "attention_ceiling", "revived_tokens", *OF_PAIRS,
+    "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes", "cache_bytes", "prefill_flops",
+    "peak_memory_bytes", "prefill_mfu", "attention_ceiling", "revived_tokens",
 )  # fmt: skip
-VALUES = (*PLAIN, "cache_bytes", *SPEEDUPS, *BESIDE)
+OF_BOTH = ("cache_ratio", "peak_ratio", "reference_score", "score_difference", "relative_score")
+VALUES = (*PLAIN, *OF_PAIRS, *SPEEDUPS, *OF_BOTH)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """An arm's answer that counts, in its visit, and the baseline's of the same visit."""
+    """An arm's answer that counts, in its visit, and the baseline's of the same visit.
 
-    model: str
-    method: str
-    settings: str
+    setting: model, method, settings and suite.
+    """
+
+    setting: tuple[str, str, str, str]
     seed: int
     run: str
     arm: str
@@ -57,18 +54,11 @@ class Counted:
     own: Answer
     baseline: Answer | None
 
-    @property
-    def setting(self) -> tuple[str, str, str, str]:
-        return self.model, self.method, self.settings, DATASETS[self.visit.dataset].suite
-
 
 def number(visit: Visit, one: Answer, name: str) -> float:
     """A value as tables show it; NaN if it was not measured."""
-    layers = [
-        run
-        for run, width in zip(one.computed[-1], one.group_layers, strict=True)
-        for _ in range(width)
-    ]
+    groups = zip(one.computed[-1], one.group_layers, strict=True)
+    layers = [computed for computed, width in groups for _ in range(width)]
     computed = one.scoring_tokens + sum(layers) / len(layers)
     steps = one.decode_step_s
     derived: dict[str, Any] = {
@@ -76,6 +66,7 @@ def number(visit: Visit, one: Answer, name: str) -> float:
         "step_s": sum(steps) / len(steps) if steps else None,
         "generated_tokens": len(one.token_ids),
         "pct_prompt_tokens_computed": 100 * computed / visit.prompt_tokens,
+        "cache_bytes": one.kv_bytes + one.aux_bytes,
         "attention_ceiling": visit.attention_ceiling,
     }
     value = derived[name] if name in derived else getattr(one, name)
@@ -83,52 +74,45 @@ def number(visit: Visit, one: Answer, name: str) -> float:
 
 
 def answers_of(run: StoredRun) -> list[Counted]:
-    """Every arm's answers of the first visit that holds any, with the baseline's of that visit; arm
-    by arm.
+    """Every arm's answers of the first visit that holds any, with the baseline's; arm by arm.
 
     The order decides which examples the bootstrap's random numbers draw.
     """
     identity = run.about["identity"]
     found: dict[Any, Counted] = {}
     for visit in run.visits:
+        theirs = visit.arms.get(identity["baseline"])
+        baseline = theirs if isinstance(theirs, Answer) else None
         for arm, own in visit.arms.items():
-            about = identity["arms"][arm]
-            settings = {
-                **about["method"],
-                **({"speedup": about["speedup"]} if "speedup" in about else {}),
-            }
+            settings = {**identity["arms"][arm]["method"]}
+            if (speedup := identity["arms"][arm].get("speedup")) is not None:
+                settings["speedup"] = speedup
             method, seed = settings.pop("name"), settings.pop("seed", identity["seed"])
-            theirs = visit.arms.get(identity["baseline"])
+            text, suite = json.dumps(settings, sort_keys=True), DATASETS[visit.dataset].suite
             if isinstance(own, Answer):
-                found.setdefault(
-                    (visit.dataset, visit.id, arm),
-                    Counted(
-                        run.model, method, json.dumps(settings, sort_keys=True), seed,
-                        str(run.folder), arm,
-                        visit, own, theirs if isinstance(theirs, Answer) else None,
-                    ),
-                )  # fmt: skip
+                about = (run.model, method, text, suite), seed, str(run.folder), arm
+                answer = Counted(*about, visit, own, baseline)
+                found.setdefault((visit.dataset, visit.id, arm), answer)
     return sorted(found.values(), key=lambda answer: [*identity["arms"]].index(answer.arm))
 
 
 def answers_that_count(runs: Sequence[StoredRun]) -> list[Counted]:
-    """The answers of all runs; of several runs of a setting and seed, a dataset's are those of one:
-    the run with most examples, then the newest."""
+    """The answers that count.
+
+    Of several runs of a setting and seed, a dataset's are those of the run with most examples, then
+    of the newest.
+    """
     found = [answer for run in runs for answer in answers_of(run)]
     started = {str(run.folder): run.started for run in runs}
     candidates: dict[Any, dict[str, set[str]]] = {}
     for answer in found:
-        key = (*answer.setting, answer.seed, answer.visit.dataset)
-        candidates.setdefault(key, {}).setdefault(answer.run, set()).add(answer.visit.id)
+        by_run = candidates.setdefault((answer.setting, answer.seed, answer.visit.dataset), {})
+        by_run.setdefault(answer.run, set()).add(answer.visit.id)
     best = {
         key: max(by_run, key=lambda folder: (len(by_run[folder]), started[folder]))
         for key, by_run in candidates.items()
     }
-    return [
-        answer
-        for answer in found
-        if answer.run == best[*answer.setting, answer.seed, answer.visit.dataset]
-    ]
+    return [one for one in found if one.run == best[one.setting, one.seed, one.visit.dataset]]
 
 
 def mean(values: Iterable[float]) -> float:
@@ -140,86 +124,67 @@ def ratio(above: float, below: float) -> float:
     return NAN if below == 0 or math.isnan(below) else above / below
 
 
-def to_token(one: Answer, k: int) -> float:
-    """Seconds to the k-th token, from 1."""
-    assert one.decode_step_s is not None
-    time = one.ttft_s
-    for step in one.decode_step_s[: k - 1]:
-        time += step
-    return time
-
-
 def to_equal_length(own: Answer, theirs: Answer) -> tuple[float, float]:
     """Seconds of both answers to their k-th token: k is the length of the shorter one."""
     ours, others = own.decode_step_s, theirs.decode_step_s
     if ours is None or others is None:
         return NAN, NAN
-    k = 1 + min(len(ours), len(others))
-    return to_token(own, k), to_token(theirs, k)
+    steps = min(len(ours), len(others))
+    return own.ttft_s + sum(ours[:steps]), theirs.ttft_s + sum(others[:steps])
 
 
 class Example:
     """The answers to one example: seeds count as one."""
 
     def __init__(self, answers: list[Counted]) -> None:
-        own = [(answer.visit, answer.own) for answer in answers]
-        pairs = [
-            (answer.visit, answer.own, answer.baseline)
-            for answer in answers
-            if answer.baseline is not None
-        ]
-        ours, theirs = (
-            [(visit, one) for visit, one, _ in pairs],
-            [(visit, one) for visit, _, one in pairs],
-        )
+        own = [(one.visit, one.own) for one in answers]
+        pairs = [(one.visit, one.own, one.baseline) for one in answers if one.baseline is not None]
+        sides = {"own": [(visit, ours) for visit, ours, _ in pairs]}
+        sides["their"] = [(visit, theirs) for visit, _, theirs in pairs]
 
-        def values(of: list[tuple[Visit, Answer]], name: str) -> list[float]:
-            return [number(visit, one, name) for visit, one in of]
+        def values(side: list[tuple[Visit, Answer]], name: str) -> list[float]:
+            return [number(visit, answer, name) for visit, answer in side]
 
         self.is_paired = bool(pairs)
         self.means = {name: mean(values(own, name)) for name in PLAIN}
-        self.of_pairs = {name: mean(values(ours, name)) for name in OF_PAIRS}
-        self.own = {name: mean(values(ours, name)) for name in COMPARED}
-        self.theirs = {name: mean(values(theirs, name)) for name in COMPARED}
+        self.of_pairs = {name: mean(values(sides["own"], name)) for name in OF_PAIRS}
+        self.compared = {
+            f"{side} {name}": mean(values(of, name))
+            for side, of in sides.items()
+            for name in COMPARED
+        }
         clocks = [name for name in SPEEDUPS.values() if name != "equal_length_s"]
-        self.own_time = {name: sum(values(ours, name)) for name in clocks}
-        self.their_time = {name: sum(values(theirs, name)) for name in clocks}
-        ends = [to_equal_length(one, other) for _, one, other in pairs]
-        self.own_time["equal_length_s"] = sum(end for end, _ in ends)
-        self.their_time["equal_length_s"] = sum(end for _, end in ends)
+        self.times = {
+            f"{side} {name}": sum(values(of, name)) for side, of in sides.items() for name in clocks
+        }
+        ends = [to_equal_length(ours, theirs) for _, ours, theirs in pairs]
+        self.times["own equal_length_s"] = sum(end for end, _ in ends)
+        self.times["their equal_length_s"] = sum(end for _, end in ends)
 
 
 def of_dataset(drawn: list[Example], official: bool) -> dict[str, float]:
-    """The values of a dataset, and the score and memory of both sides of the answers beside a
-    baseline."""
+    """The values of a dataset, and those of both sides of the answers beside a baseline."""
     pairs = [example for example in drawn if example.is_paired]
     values = {name: mean(example.means[name] for example in drawn) for name in PLAIN}
     values |= {name: mean(example.of_pairs[name] for example in pairs) for name in OF_PAIRS}
+    compared = [f"{side} {name}" for side in ("own", "their") for name in COMPARED]
+    values |= {name: mean(example.compared[name] for example in pairs) for name in compared}
     for speedup, clock in SPEEDUPS.items():
-        values[speedup] = ratio(
-            sum(example.their_time[clock] for example in pairs),
-            sum(example.own_time[clock] for example in pairs),
+        theirs, ours = (
+            sum(one.times[f"{side} {clock}"] for one in pairs) for side in ("their", "own")
         )
-    for name in COMPARED:
-        values[f"own {name}"] = mean(example.own[name] for example in pairs)
-        values[f"their {name}"] = mean(example.theirs[name] for example in pairs)
+        values[speedup] = ratio(theirs, ours)
     if official:
         values["score"] = dataset_score([example.means["score"] / 100 for example in drawn])
-        if pairs:
-            values["own score"] = dataset_score([example.own["score"] / 100 for example in pairs])
-            values["their score"] = dataset_score(
-                [example.theirs["score"] / 100 for example in pairs]
-            )
+        for name in ("own score", "their score") if pairs else ():
+            values[name] = dataset_score([example.compared[name] / 100 for example in pairs])
     return with_ratios(values)
 
 
 def with_ratios(values: dict[str, float]) -> dict[str, float]:
     """The values, with those that are made of others of the same row."""
-    own_cache = values["own kv_bytes"] + values["own aux_bytes"]
-    their_cache = values["their kv_bytes"] + values["their aux_bytes"]
     return values | {
-        "cache_bytes": values["kv_bytes"] + values["aux_bytes"],
-        "cache_ratio": ratio(own_cache, their_cache),
+        "cache_ratio": ratio(values["own cache_bytes"], values["their cache_bytes"]),
         "peak_ratio": ratio(values["own peak_memory_bytes"], values["their peak_memory_bytes"]),
         "reference_score": values["their score"],
         "score_difference": values["own score"] - values["their score"],
@@ -227,20 +192,19 @@ def with_ratios(values: dict[str, float]) -> dict[str, float]:
     }
 
 
-def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
+def mean_of(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     return with_ratios({name: mean(part[name] for part in parts) for name in parts[0]})
 
 
 def resamples(dataset: str, own: list[Example], of_task: list[Example]) -> list[list[Example]]:
-    """A dataset's examples, then the documented draws of the bootstrap: n - 1 of n (Rao and Wu
-    1988); a dataset's only example is replaced by any one of its task. of_task: in order of
-    appearance."""
+    """A dataset's examples, then the documented draws: n - 1 of n (Rao and Wu 1988).
+
+    A dataset's only example is replaced by any one of its task. of_task: in order of appearance.
+    """
     rng = np.random.default_rng(list(dataset.encode()))
     if len(own) == 1:
-        return [
-            own,
-            *([of_task[pick]] for pick in rng.integers(0, len(of_task), size=RESAMPLES).tolist()),
-        ]
+        picks = rng.integers(0, len(of_task), size=RESAMPLES).tolist()
+        return [own, *([of_task[pick]] for pick in picks)]
     draws = rng.integers(0, len(own), size=(RESAMPLES, len(own) - 1)).tolist()
     return [own, *([own[pick] for pick in picks] for picks in draws)]
 
@@ -250,39 +214,27 @@ def rows_of(answers: Sequence[Counted], intervals: bool = True) -> dict[str, dic
 
     Each has examples, datasets, seeds, score_seed_std, and `VALUES` as (value, low, high).
     """
-    by_key: dict[tuple[str, str], list[Counted]] = {}
     by_dataset: dict[str, dict[str, list[Counted]]] = {}
+    by_key: dict[tuple[str, str], list[Counted]] = {}
     for answer in answers:
-        by_key.setdefault((answer.visit.dataset, answer.visit.id), []).append(answer)
-        by_dataset.setdefault(answer.visit.dataset, {}).setdefault(answer.visit.id, []).append(
-            answer
-        )
+        dataset, name = answer.visit.dataset, answer.visit.id
+        by_key.setdefault((dataset, name), []).append(answer)
+        by_dataset.setdefault(dataset, {}).setdefault(name, []).append(answer)
     examples = {key: Example(found) for key, found in by_key.items()}
-    drawn, seeds = {}, {}
-    for name, by_example in by_dataset.items():
-        own = [example for (dataset, _), example in examples.items() if dataset == name]
-        task = DATASETS[name].task
-        of_task = [
-            example for (dataset, _), example in examples.items() if DATASETS[dataset].task == task
-        ]
-        chosen = resamples(name, own, of_task)[: None if intervals else 1]
-        drawn[name] = [of_dataset(one, place == 0) for place, one in enumerate(chosen)]
-        seeds[name] = seed_scores(by_example)
+    of_tasks: dict[str, list[Example]] = {}
+    for (dataset, _), example in examples.items():
+        of_tasks.setdefault(DATASETS[dataset].task, []).append(example)
     levels: dict[str, tuple[list[str], list[dict[str, float]], dict[int, float]]] = {}
-    for name in drawn:
-        levels[f"dataset {name}"] = [name], drawn[name], seeds[name]
-    tasks = [task for task in TASKS if any(DATASETS[name].task == task for name in drawn)]
+    for name, by_example in by_dataset.items():
+        own = [examples[name, one] for one in by_example]
+        chosen = resamples(name, own, of_tasks[DATASETS[name].task])[: None if intervals else 1]
+        values = [of_dataset(one, place == 0) for place, one in enumerate(chosen)]
+        levels[f"dataset {name}"] = [name], values, seed_scores(by_example)
+    tasks = [task for task in TASKS if task in of_tasks]
     for task in tasks:
-        names = [name for name in drawn if DATASETS[name].task == task]
-        values = [
-            mean_of(list(parts)) for parts in zip(*(drawn[name] for name in names), strict=True)
-        ]
-        levels[f"task {task}"] = names, values, mean_by_seed([seeds[name] for name in names])
-    of_tasks = [levels[f"task {task}"] for task in tasks]
-    values = [
-        mean_of(list(parts)) for parts in zip(*(values for _, values, _ in of_tasks), strict=True)
-    ]
-    levels["all"] = list(drawn), values, mean_by_seed([scores for _, _, scores in of_tasks])
+        names = [name for name in by_dataset if DATASETS[name].task == task]
+        levels[f"task {task}"] = mean_level([levels[f"dataset {name}"] for name in names])
+    levels["all"] = mean_level([levels[f"task {task}"] for task in tasks])
     return {
         level: {
             "examples": sum(len(by_dataset[name]) for name in names),
@@ -295,11 +247,21 @@ def rows_of(answers: Sequence[Counted], intervals: bool = True) -> dict[str, dic
     }
 
 
-def has_enough(by_dataset: dict[str, dict[str, list[Counted]]], names: list[str]) -> bool:
+def mean_level(parts: list[Any]) -> tuple[list[str], list[dict[str, float]], dict[int, float]]:
+    """The datasets, the mean values and the mean scores by seed of several datasets or tasks."""
+    names = [name for part in parts for name in part[0]]
+    values = [mean_of(drawn) for drawn in zip(*(part[1] for part in parts), strict=True)]
+    scores = [part[2] for part in parts]
+    common = [seed for seed in scores[0] if all(seed in one for one in scores)]
+    return names, values, {seed: mean(one[seed] for one in scores) for seed in common}
+
+
+def has_enough(by_dataset: dict[str, dict[str, Any]], names: list[str]) -> bool:
     """Five examples at least, and two of each task."""
     by_task: dict[str, int] = {}
     for name in names:
-        by_task[DATASETS[name].task] = by_task.get(DATASETS[name].task, 0) + len(by_dataset[name])
+        task = DATASETS[name].task
+        by_task[task] = by_task.get(task, 0) + len(by_dataset[name])
     return sum(by_task.values()) >= 5 and all(count >= 2 for count in by_task.values())
 
 
@@ -316,24 +278,13 @@ def seed_scores(by_example: dict[str, list[Counted]]) -> dict[int, float]:
     """{seed: a dataset's score}, of the seeds that answered every example."""
     found = {}
     for seed in {answer.seed for answers in by_example.values() for answer in answers}:
-        by_seed = [
-            [answer for answer in answers if answer.seed == seed] for answers in by_example.values()
-        ]
+        by_seed = [[one for one in answers if one.seed == seed] for answers in by_example.values()]
         if all(by_seed):
             scores = [
-                [number(answer.visit, answer.own, "score") for answer in answers]
-                for answers in by_seed
+                [number(one.visit, one.own, "score") for one in answers] for answers in by_seed
             ]
             found[seed] = dataset_score([mean(of_example) / 100 for of_example in scores])
     return found
-
-
-def mean_by_seed(parts: list[dict[int, float]]) -> dict[int, float]:
-    return {
-        seed: mean(part[seed] for part in parts)
-        for seed in parts[0]
-        if all(seed in part for part in parts)
-    }
 
 
 def deviation(values: list[float]) -> float:
@@ -344,7 +295,7 @@ def deviation(values: list[float]) -> float:
 
 def table_of(
     runs: Sequence[StoredRun], intervals: bool = True
-) -> dict[tuple[str, str, str, str, str], dict[str, Any]]:
+) -> dict[tuple[str, ...], dict[str, Any]]:
     """{(model, method, settings, suite, level): its values} of all runs together."""
     settings: dict[Any, list[Counted]] = {}
     for answer in answers_that_count(runs):
@@ -358,15 +309,9 @@ def table_of(
 
 def failed_of(run: StoredRun, arms: Sequence[str], dataset: str) -> int:
     """How many answers of these arms a dataset lacks because they failed in every visit."""
-    answered = {
-        (visit.id, arm) for visit in run.visits if visit.dataset == dataset for arm in visit.answers
-    }
-    failed = {
-        (visit.id, arm)
-        for visit in run.visits
-        if visit.dataset == dataset
-        for arm in visit.failures
-    }
+    visits = [visit for visit in run.visits if visit.dataset == dataset]
+    answered = {(visit.id, arm) for visit in visits for arm in visit.answers}
+    failed = {(visit.id, arm) for visit in visits for arm in visit.failures}
     return len([1 for key in failed - answered if key[1] in arms])
 
 

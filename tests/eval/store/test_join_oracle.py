@@ -143,19 +143,6 @@ def test_rows_are_in_the_order_of_tables() -> None:
     ]  # fmt: skip
 
 
-def test_seeds_are_one_example() -> None:
-    arms = {
-        "baseline": answer(score=0.5, ttft_s=4.0),
-        "drop seed 0": answer(score=0.0, ttft_s=1.0),
-        "drop seed 1": answer(score=0.5, ttft_s=3.0),
-    }
-    found = values_of(visit(arms=arms), arms=[*arms], method="random_drop")["dataset hotpotqa"]
-    assert (found["examples"], found["seeds"], found["score"][0]) == (1, 2, 25)
-    assert found["ttft_speedup"][0] == 2  # (4 + 4) / (1 + 3)
-    assert found["score_difference"][0] == -25
-    assert found["score_seed_std"] == pytest.approx(math.sqrt(1250))  # of 0 and 50
-
-
 def test_an_arm_that_failed_and_came_back() -> None:
     first = visit(1, arms={"baseline": answer(score=0.5, ttft_s=9.0), "lazy": FAILED})
     again = visit(1, baseline={"score": 0.0, "ttft_s": 3.0}, score=1.0, ttft_s=1.0)
@@ -170,18 +157,6 @@ def test_an_arm_that_failed_and_came_back() -> None:
     assert oracle.failed_of(run, ["lazy"], "hotpotqa") == 1
     assert oracle.score_failed_as_zero(run, ["lazy"], "hotpotqa") == 25
     assert oracle.failed_of(stored(visits), ["lazy"], "hotpotqa") == 0
-
-
-def test_an_answer_without_a_baseline_is_in_no_comparison() -> None:
-    found = values_of(
-        visit(1, baseline={"score": 0.8, "ttft_s": 6.0}, score=0.6, ttft_s=2.0, kl=0.5),
-        visit(2, baseline=None, score=0.0, ttft_s=9.0),
-    )["dataset hotpotqa"]
-    assert found["kl"][0] == 0.5  # measured beside the only baseline
-    assert (found["score"][0], found["ttft_s"][0], found["ttft_speedup"][0]) == (30, 5.5, 3)
-    assert [
-        found[name][0] for name in ("reference_score", "score_difference", "relative_score")
-    ] == [80, -20, 75]
 
 
 # ---- the tables against the oracle

@@ -183,7 +183,7 @@ def test_repository_without_access_is_refused_with_the_remedy(hub) -> None:
     ],
 )
 def test_settings_are_refused_before_anything_is_read(settings: dict, message: str, monkeypatch):
-    monkeypatch.setattr("lazyllm.models.load.AutoConfig", None)
+    monkeypatch.setattr("lazyllm.models.config.AutoConfig", None)
     with pytest.raises(UserError, match=message):
         lazyllm.load_model(**{"name": "tiny", **settings})
 

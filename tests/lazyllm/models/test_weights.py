@@ -22,6 +22,7 @@ from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.devices import devices_of, main_device, read_clock
 from lazyllm.errors import UserError
 from lazyllm.methods import GemFilter, Lazy, Method, SpecPrefill
+from lazyllm.models import config as config_module
 from lazyllm.models import load
 from lazyllm.models.config import as_device
 from lazyllm.models.load import load_weights
@@ -117,7 +118,7 @@ def test_quantised_checkpoint_is_made_on_its_device_by_its_own_config(
     assert "quantization_config" not in told  # as None it would override the checkpoint's
     with pytest.raises(UserError, match="random weights"):
         load_weights(ModelSpec(str(folder), "dummy", device="cpu"))
-    monkeypatch.setattr(load, "is_accelerate_available", lambda: False)
+    monkeypatch.setattr(config_module, "is_accelerate_available", lambda: False)
     with pytest.raises(UserError, match=r"needs the package accelerate.*pip install accelerate"):
         load_weights(ModelSpec(str(folder), device="cpu"))
 
