@@ -180,11 +180,8 @@ def test_run_is_whole_if_wandb_fails(monkeypatch, caplog, call: str) -> None:
 
 
 def test_trackers_end_with_error_of_run(monkeypatch) -> None:
-    runs = stand_in(monkeypatch)
-    with (
-        pytest.raises(ZeroDivisionError),
-        open_trackers(TrackerSettings(name="wandb"), RESULTS.runs[0]),
-    ):
+    runs, settings = stand_in(monkeypatch), TrackerSettings(name="wandb")
+    with pytest.raises(ZeroDivisionError), open_trackers(settings, RESULTS.runs[0]):
         _ = 1 / 0
     assert [run.finish.call_args.kwargs for run in runs] == [{"exit_code": 1}] * 2
 
