@@ -145,7 +145,7 @@ def test_pages_are_short_and_say_whom_they_are_for() -> None:
     assert {
         name: len(page)
         for name, page in lines.items()
-        if len(page) > (110 if name == "README.md" else 150)
+        if len(page) > (90 if name == "README.md" else 150)
     } == {}
     assert [
         name
