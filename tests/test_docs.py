@@ -274,7 +274,7 @@ def test_site_builds_with_search_and_reference() -> None:
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     built = ROOT / "build" / "site"
     assert "first token" in (built / "index.html").read_text(encoding="utf-8")
-    reference = (built / "docs" / "api" / "index.html").read_text(encoding="utf-8")
+    reference = (built / "docs" / "library" / "index.html").read_text(encoding="utf-8")
     for name in (
         "lazyllm.generate",
         "lazyllm.methods.Method",
