@@ -6,18 +6,11 @@ A page names its source in a pair of comments, and what stands between them is r
     <!-- insert: results/demo/demo.md -->               the table of a Markdown file
     <!-- insert: results/demo/demo.md mean over -->     its rows that begin with this expression
     <!-- insert: results/demo/demo.md needle columns 2-4,9 -->  these columns of them, from 1
-    <!-- insert: settings model -->                     the settings `model.*` of `--help`
-    <!-- insert: methods -->                            the hyperparameters of the methods
     <!-- end -->
 """
 
 import re
-from itertools import pairwise
 from pathlib import Path
-
-from eval.config import RunConfig, documented
-from lazyllm.methods import METHODS
-from lazyllm.methods.__main__ import lines
 
 ROOT = Path(__file__).parents[2]
 _PART = re.compile(r"(<!-- insert: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -41,10 +34,6 @@ def inserted(text: str) -> str:
 
 
 def _source(name: str) -> str:
-    if name == "methods":
-        return _methods()
-    if name.startswith("settings "):
-        return _settings(name.split()[1:])
     name, _, columns = name.partition(" columns ")
     file, _, row = name.partition(" ")
     lines = [
@@ -61,32 +50,6 @@ def _source(name: str) -> str:
     places = [place - 1 for ends in ranges for place in range(ends[0], ends[-1] + 1)]
     cells = [line.strip("|").split("|") for line in [*head, *rows]]
     return "\n".join(f"|{'|'.join(row[place] for place in places)}|" for row in cells)
-
-
-def _settings(groups: list[str]) -> str:
-    """The settings of these groups; `-` is those without a group."""
-    rows = [
-        row
-        for row in documented(RunConfig)
-        if (row[0].partition(".")[0] if "." in row[0] else "-") in groups
-    ]
-    if not rows:
-        raise ValueError(f"settings {' '.join(groups)}: no such setting")
-    lines = [
-        f"| `{key}` | {meaning} | {f'`{default}`' if default else ''} |"
-        for key, default, meaning in rows
-    ]
-    return "\n".join(["| key | meaning | default |", "|---|---|---|", *lines])
-
-
-def _methods() -> str:
-    """The hyperparameters of this repository's methods; installed packages' are left out."""
-    rows = [
-        f"| `{name}` | `{settings.strip()}` |"
-        for summary, settings in pairwise(lines())
-        if (name := summary.partition(":")[0]) in METHODS
-    ]
-    return "\n".join(["| `method=` | `method.*`, with defaults |", "|---|---|", *rows])
 
 
 def main() -> None:
