@@ -1,4 +1,4 @@
-"""The main command: one model, one method, some datasets. The same as `lazyllm-bench run`.
+"""Run one model with one method or several on some datasets, as `lazyllm-bench run` does.
 
 python run.py                                              all of the embedded suite, offline
 python run.py model=llama2 method=lazy dataset=hotpotqa    a checkpoint on LongBench
@@ -13,8 +13,8 @@ from importlib.util import find_spec
 if __name__ == "__main__":
     if find_spec("hydra") is None:
         print(
-            f"error: {sys.executable} has none of the packages that are needed: run  make setup  "
-            "once, then  source .venv/bin/activate  in every new shell",
+            f"error: {sys.executable} lacks the packages that are needed: run  make setup  once, "
+            "then  source .venv/bin/activate  in every new shell",
             file=sys.stderr,
         )
         sys.exit(2)

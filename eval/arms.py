@@ -1,11 +1,11 @@
-"""Arms: the methods that answer each example of a run, each as the run names it.
+"""Arms are the methods that answer each example of a run, each as the run names it.
 
 A speedup is an arm's key, never a hyperparameter: the paper does not publish the parameters behind
 its Table 1, so ours are solved for (`Method.solve`). A method's `target_parameter` is set so that
-its *ideal* TTFT speedup (`lazyllm.engine.flops`) on a prompt of reference length is the one that is
-asked for; `table1` asks for the one that the paper measured for the task and the model. A method
-whose number of tokens depends on the prompt has no such parameter. `Method.table1` holds the
-parameters that are not solved for; eval/analysis/published/table1_parameters.csv lists all.
+its *ideal* TTFT speedup (`lazyllm.engine.flops`) on a prompt of reference length is the requested
+one; `table1` requests the one that the paper measured for the task and the model. A method whose
+number of tokens depends on the prompt has no such parameter. `Method.table1` holds the parameters
+that are not solved for; eval/analysis/published/table1_parameters.csv lists all.
 """
 
 import csv
@@ -26,19 +26,19 @@ from lazyllm.methods import Method, about_the_method, by_name, make, name_of, se
 
 BASELINE = "baseline"  # the method's name, and the label of its arm
 PAPER = "table1"  # the speedup that stands for the paper's
-# Prompt lengths: the paper's mean for Llama 2, LongBench's limit for XGen (most prompts are
-# truncated to it)
+# Prompt lengths: the paper's mean for Llama 2, and LongBench's limit for XGen, to which most
+# prompts are cut
 REFERENCE_TOKENS = {"llama2": 3376, "xgen": 7500}
 TABLE1 = Path(__file__).parent / "analysis" / "published" / "table1.csv"
 
 
 class OutOfReachError(UserError):
-    """A method cannot reach its speedup on this model."""
+    """This method cannot reach its speedup on this model."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A method as a run names it.
+    """An arm is a method as a run names it.
 
     label: unique in its run. name: the method's, or its file's.
     hyperparameters: as given; the others have their defaults, but for the one that `speedup` gives.
@@ -52,26 +52,25 @@ class Arm:
 
     @property
     def kind(self) -> type[Method]:
-        """The method's class."""
+        """Find the method's class."""
         return by_name(self.name)
 
     @property
     def solves(self) -> bool:
-        """Whether the speedup is solved for: `table1` only sets some hyperparameters of some
-        methods.
+        """Say whether the speedup is solved for.
+
+        `table1` only sets some hyperparameters of some methods.
         """
         return self.speedup is not None and not (self.speedup == PAPER and self.kind.table1)
 
     def at(self, depth: Depth) -> "Arm":
-        """The arm with numbers for hyperparameters that depend on the model (`Method.resolve`)."""
+        """Put numbers for hyperparameters that depend on the model (`Method.resolve`)."""
         with about_the_method(self.label):
             resolved = self.kind.resolve(self.hyperparameters, depth)
         return Arm(self.label, self.name, resolved, self.speedup)
 
     def sample(self) -> Method:
-        """The method, with a value that keeps all tokens for the hyperparameter that is yet to
-        be solved for.
-        """
+        """Make the method before its speedup is solved for: its target keeps all tokens."""
         kind, given = self.kind, dict(self.hyperparameters)
         if self.solves:
             given |= kind.keep_all or {str(kind.target_parameter): 1.0}
@@ -88,7 +87,7 @@ class Arm:
         length: int | None,
         limit: int | None,
     ) -> Method:
-        """The method for a dataset on a model, solved if the arm has a speedup.
+        """Make the method for a dataset on a model; a speedup is solved for.
 
         config: the model's. column: the paper's for this model, llama2 or xgen; None takes
             llama2's.
@@ -122,7 +121,8 @@ class Arm:
             )
 
     def _out_of_reach(self, speedup: float, layers: int) -> str:
-        instead = "give less"
+        """Say that the speedup cannot be reached, and what to do."""
+        instead = "give a lower one"
         if "draft" in settings_of(self.kind) and self.hyperparameters.get("draft") is None:
             instead = "name a draft"
         return (
@@ -131,8 +131,9 @@ class Arm:
         )
 
     def canonical(self) -> dict[str, Any]:
-        """The method's name and hyperparameters in a run's identity: equal for all ways to write
-        the same method.
+        """Write the method's name and hyperparameters for a run's identity.
+
+        All ways to write the same method give the same.
 
         Those at their default are left out, except a seed and the method's `target_parameter` and
         `shown_parameters`; so is the one that the speedup gives.
@@ -148,9 +149,7 @@ class Arm:
 
 
 def expand(config: RunConfig) -> tuple[Arm, ...]:
-    """The arms of a run in the order of tables, the baseline first if there is one. Raises
-    UserError.
-    """
+    """List the arms of a run in the order of tables, the baseline first. Raises UserError."""
     arms = [arm for settings in config.arms for arm in _expand(settings, config)]
     labels = [arm.label for arm in arms]
     for arm in arms:
@@ -163,7 +162,7 @@ def expand(config: RunConfig) -> tuple[Arm, ...]:
         arm.sample()  # refuses bad hyperparameters
     if config.speedup is not None and not any(map(_takes_speedup, config.arms)):
         raise UserError(
-            f"speedup={show_speedup(config.speedup)}: sets the speed of no arm "
+            f"speedup={show_speedup(config.speedup)}: no arm takes it "
             f"({', '.join(labels)}): leave it out, or give a method without a speed of its own"
         )
     if not config.baseline:
@@ -178,7 +177,7 @@ def expand(config: RunConfig) -> tuple[Arm, ...]:
 
 
 def _expand(settings: ArmSettings, config: RunConfig) -> Iterator[Arm]:
-    """An arm for each value of each list, and each of `seeds`."""
+    """Yield an arm for each value of each list, and for each of `seeds`."""
     kind, given = by_name(settings.name), dict(settings.model_extra or {})
     base, defaults = settings.label or name_of(settings.name), settings_of(kind)
     if "seed" in defaults and given.get("seed") is None:
@@ -222,7 +221,7 @@ def _name(
 
 
 def _lists_of(kind: type[Method]) -> set[str]:
-    """The hyperparameters that are lists themselves."""
+    """Name the hyperparameters that are lists themselves."""
     defaults = settings_of(kind)
     return {
         field.name
@@ -233,8 +232,9 @@ def _lists_of(kind: type[Method]) -> set[str]:
 
 
 def _takes_speedup(settings: ArmSettings) -> bool:
-    """Whether a run's `speedup` is for such an arm: its speed can be set, and no value of its
-    own sets it.
+    """Say whether a run's `speedup` is for this arm.
+
+    It is if the arm's speed can be set, and none of the arm's values sets it.
     """
     kind, given = by_name(settings.name), settings.model_extra or {}
     target, defaults = kind.target_parameter, settings_of(kind)
@@ -246,9 +246,7 @@ def _takes_speedup(settings: ArmSettings) -> bool:
 
 
 def _check_speedup(arm: Arm) -> None:
-    """Refuse a speedup of a method whose speed is not set by a hyperparameter, or that has a
-    value of it already.
-    """
+    """Refuse a speedup if no hyperparameter sets the speed, or if it has a value already."""
     kind, speedup = arm.kind, f"speedup={show_speedup(arm.speedup)}"
     if not arm.solves:
         return
@@ -291,12 +289,12 @@ def check_distinct(arms: Sequence[Arm]) -> None:
 
 
 def show_speedup(speedup: float | str | None) -> str:
-    """`1.5x`, or `table1`."""
+    """Write a speedup as `1.5x` or `table1`."""
     return f"{speedup:g}x" if isinstance(speedup, float) else str(speedup)
 
 
 def table1_speedup(task: str, method: str, column: str) -> float:
-    """The TTFT speedup in the paper's Table 1. Raises UserError if the method is not in it."""
+    """Find a TTFT speedup in the paper's Table 1. Raises UserError if the method is not in it."""
     speedup = _table1().get((task, method, column))
     if speedup is None:
         raise UserError(
@@ -307,7 +305,7 @@ def table1_speedup(task: str, method: str, column: str) -> float:
 
 @cache
 def _table1() -> dict[tuple[str, str, str], float]:
-    """{(task, method, llama2 or xgen): TTFT speedup}."""
+    """Read {(task, method, llama2 or xgen): TTFT speedup}."""
     with TABLE1.open(encoding="utf-8", newline="") as opened:
         rows = [*csv.DictReader(opened)]
     return {

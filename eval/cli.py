@@ -17,7 +17,7 @@ from lazyllm.machine import version_of
 COMMANDS = {
     "run": (
         "eval.run.job",
-        "measure methods beside the baseline: model=tiny method=lazy dataset=hotpotqa ...",
+        "measure methods and the baseline: model=tiny method=lazy dataset=hotpotqa ...",
     ),
     "plan": (
         "eval.run.plan",
@@ -43,11 +43,11 @@ COMMANDS = {
     "score": ("eval.score", "score a folder of answers written by LongBench's pred.py"),
     "paper": (
         "eval.report.write",
-        "make every table, figure and a page of them from stored runs, without a model",
+        "make all tables and figures, and a page of them, from stored runs, without a model",
     ),
     "wandb-report": (
         "eval.report.wandb_report",
-        "make a W&B Report of stored runs: tables, figures, panels",
+        "make a W&B Report of stored runs, with tables, figures and panels",
     ),
     "methods": (
         "lazyllm.methods.__main__",
@@ -55,17 +55,21 @@ COMMANDS = {
     ),
     "check": (
         "lazyllm.check.__main__",
-        "run all invariants of methods on one method: check my_method keep=0.5",
+        "check one method against the invariants of all methods: check my_method keep=0.5",
     ),
-    "tune": ("eval.tune", "search for a schedule at a TTFT speedup, by the KL of its answers"),
+    "tune": (
+        "eval.tune",
+        "search for the schedule whose answers have the least KL at a TTFT speedup",
+    ),
     "lm-eval": (
         "lazyllm.integrations.lm_eval",
-        "lm-evaluation-harness' command line with the model `lazyllm`",
+        "run lm-evaluation-harness' own command line with the model `lazyllm`",
     ),
 }
 
 
 def usage() -> str:
+    """List all commands with their summaries."""
     lines = [f"  {command:<14}{what}" for command, (_, what) in COMMANDS.items()]
     return "\n".join(
         ["usage: lazyllm-bench COMMAND ...", "", *lines, "", "More: lazyllm-bench COMMAND --help"]
@@ -73,8 +77,9 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Call a command; returns the exit code: the command's, or a `UserError`'s with one line on
-    stderr.
+    """Call a command and return its exit code.
+
+    A `UserError` becomes one line on stderr and its own exit code.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     for closed in ("stdout", "stderr"):  # by the caller, as with >&-

@@ -1,4 +1,5 @@
-"""From a command line to a run's settings: Hydra composes them, `eval.config` checks them.
+"""Turn a command line into a run's settings: Hydra composes them, `eval.config` checks them.
+
 Nothing here needs torch.
 """
 
@@ -39,7 +40,7 @@ LAUNCHERS = {
     "submitit_slurm": ("hydra-submitit-launcher", "slurm"),
 }
 
-# The begins of lines of Hydra's errors that help nobody here
+# Lines of Hydra's errors that begin so are left out, as they help nobody here
 _NOT_FOR_PEOPLE = (
     "full_key:", "object_type=", "reference_type=", "See https://hydra", "To append to your config",
     "^",
@@ -92,7 +93,7 @@ def _store(group: str, name: str, node: dict[str, Any]) -> None:
 
 
 def _choices(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(group, choice) of each model and method that the arguments choose, those of sweeps too."""
+    """Yield (group, choice) of each model and method that the arguments choose, also in sweeps."""
     for argument in arguments:
         if not argument.startswith(("model=", "method=")):
             continue
@@ -117,9 +118,7 @@ def _names_a_model(value: str) -> bool:
 
 
 def _method(name: str) -> dict[str, Any]:
-    """What `method=NAME` chooses: hyperparameters with their defaults, and the other keys of an
-    arm.
-    """
+    """Make what `method=NAME` chooses: an arm's keys, with the hyperparameters' defaults."""
     defaults = settings_of(by_name(name))
     node: dict[str, Any] = {"name": name, "label": None, "speedup": None}
     for key, default in defaults.items():
@@ -136,7 +135,7 @@ def _method(name: str) -> dict[str, Any]:
 
 
 def _defaults(kind: type[Settings]) -> dict[str, Any]:
-    """The settings' defaults as nested dictionaries; None for those that have none."""
+    """Collect the settings' defaults in nested dictionaries; None stands for no default."""
     node = dict[str, Any]()
     for name, field in kind.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
@@ -147,8 +146,9 @@ def _defaults(kind: type[Settings]) -> dict[str, Any]:
 
 
 def _help(kind: type[Settings]) -> str:
-    """The text of `--help`: every setting, its default and its meaning. Those of groups
-    (`model.dtype`) come last.
+    """Write the text of `--help`: every setting, its default and its meaning.
+
+    Settings of groups (`model.dtype`) come last.
     """
     rows = sorted(documented(kind), key=lambda row: "." in row[0])
     width = max(len(f"{key}={default}") for key, default, _ in rows)
@@ -158,8 +158,7 @@ def _help(kind: type[Settings]) -> str:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse unknown options, a launcher that is not installed, and Hydra's own keys without a
-    sweep.
+    """Refuse unknown options, missing launchers, and Hydra's own keys without a sweep.
 
     arguments: the command line without the program's name.
     """
@@ -198,14 +197,14 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def read(arguments: Sequence[str], kind: type[Config] = RunConfig) -> Config:
-    """The settings of one run. Raises UserError for keys and values that cannot be."""
+    """Read the settings of one run. Raises UserError for wrong keys and values."""
     check_arguments(arguments)
     register(arguments, kind)
     return to_settings(compose_config(arguments, kind), kind)
 
 
 def compose_config(arguments: Sequence[str], kind: type[Settings] = RunConfig) -> DictConfig:
-    """What Hydra composes of the files in conf and the arguments of one run. Raises UserError."""
+    """Let Hydra compose the files in conf and the arguments of one run. Raises UserError."""
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose("config", [*arguments])
@@ -218,7 +217,7 @@ def compose_config(arguments: Sequence[str], kind: type[Settings] = RunConfig) -
 
 
 def to_settings(config: DictConfig, kind: type[Config] = RunConfig) -> Config:
-    """The composed config as checked settings. Raises UserError."""
+    """Turn the composed config into checked settings. Raises UserError."""
     try:
         values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:  # a reference to no setting, for example
@@ -232,7 +231,7 @@ def to_settings(config: DictConfig, kind: type[Config] = RunConfig) -> Config:
 
 
 def names() -> str:
-    """What `run` knows by name, for `--list`."""
+    """List what `run` knows by name, for `--list`."""
     groups: dict[str, set[str]] = {
         "model": {*PRESETS},
         "dataset": {*CHOICES, *shipped_descriptions()},
@@ -247,7 +246,7 @@ def names() -> str:
 
 
 def one_line(error: Exception, kind: type[Settings] = RunConfig) -> UserError:
-    """Hydra's or OmegaConf's error in one line, with the name that may have been meant."""
+    """Turn Hydra's or OmegaConf's error into one line, with a name that may have been meant."""
     missing = re.match(r"((?:hydra/)?\w+)/(.*)", str(getattr(error, "missing_cfg_file", "")))
     if missing is not None:
         group, name = missing.groups()
@@ -271,8 +270,8 @@ def one_line(error: Exception, kind: type[Settings] = RunConfig) -> UserError:
         message = f"{getattr(error, 'override', message)}: expected KEY=VALUE, such as limit=3"
     elif isinstance(error, OverrideParseException):
         message = (
-            f"{error.override}: {message} (a value with special signs takes quotes, for the shell "
-            "too: KEY='\"VALUE\"'; a mapping's key none)"
+            f"{error.override}: {message} (quote a value with special signs, also for the shell: "
+            "KEY='\"VALUE\"'; do not quote the keys of a mapping)"
         )
     elif isinstance(error, InterpolationKeyError):
         message = f"{error.full_key}: {message}"
@@ -280,7 +279,7 @@ def one_line(error: Exception, kind: type[Settings] = RunConfig) -> UserError:
 
 
 def _hint(key: str, kind: type[Settings]) -> str:
-    """What may have been meant by an unknown key."""
+    """Suggest what may have been meant by an unknown key."""
     group = key.partition(".")[0]
     if group == "method":
         return (

@@ -1,6 +1,4 @@
-"""A run's settings: one pydantic model, which Hydra composes. `--help` and docs/settings.md are
-made from it.
-"""
+"""One pydantic model holds a run's settings. Hydra composes it, and `--help` is made from it."""
 
 from __future__ import annotations
 
@@ -37,8 +35,9 @@ else:  # a type checker does not evaluate these
 
 
 def read_speedup(value: Any) -> float | str:
-    """A speedup as a number: of 2, "2x" or "2.0x"; "table1", for the paper's, stays. Raises
-    ValueError.
+    """Read a speedup as a number: 2, "2x" or "2.0x"; "table1", for the paper's, stays.
+
+    Raises ValueError.
     """
     number = value.removesuffix("x") if isinstance(value, str) else value
     try:
@@ -53,18 +52,16 @@ def read_speedup(value: Any) -> float | str:
 
 def _read_speedups(value: Any) -> Any:
     if isinstance(value, list):
-        return [read_speedup(one) for one in value]
+        return [read_speedup(item) for item in value]
     return None if value is None else read_speedup(value)
 
 
 Speedup = Annotated[float | str, PlainValidator(read_speedup)]
-"""An ideal TTFT speedup that a method is solved for; "table1" for the paper's, by task and
-model.
-"""
+"""A method is solved for this ideal TTFT speedup; "table1" is the paper's, by task and model."""
 
 
 class ModelSettings(Settings):
-    """The model, and the format of its prompts (`ModelSpec`, `ChatFormat`)."""
+    """These settings choose the model and the format of its prompts (`ModelSpec`, `ChatFormat`)."""
 
     name: Text = Field(description="a preset, a folder, a GGUF file or a hub id")
     gguf: Text | None = Field(
@@ -125,7 +122,7 @@ class ModelSettings(Settings):
 
 
 class DataConfig(Settings):
-    """Files of rows."""
+    """These settings choose files of rows."""
 
     dir: PathText | None = Field(
         default=None,
@@ -134,20 +131,22 @@ class DataConfig(Settings):
         "them once",
     )
     length: Positive = Field(
-        default=4096, description="of RULER's rows, in tokens: as published, 4096, 8192 or 16384"
+        default=4096,
+        description="length of RULER's rows in tokens; published are 4096, 8192 and 16384",
     )
     on_error: Literal["raise", "skip"] = Field(
-        default="raise", description="`skip` leaves out invalid rows, and reports their number"
+        default="raise", description="`skip` leaves out invalid rows and reports their number"
     )
 
 
 class TrackerSettings(Settings):
-    """Weights & Biases. Its other settings are its own environment variables: WANDB_ENTITY,
-    WANDB_TAGS, ...
+    """These settings are for Weights & Biases; its environment variables hold the others.
+
+    Examples are WANDB_ENTITY and WANDB_TAGS.
     """
 
-    name: Literal["none", "wandb"] = Field(default="none", description="`wandb`")
-    project: Text = Field(default="lazyllm-bench", description="W&B's project")
+    name: Literal["none", "wandb"] = Field(default="none", description="`wandb` logs to W&B")
+    project: Text = Field(default="lazyllm-bench", description="the project in W&B")
     mode: Literal["online", "offline", "disabled"] = Field(
         default="offline",
         description="`offline` writes to `<run folder>/wandb`; `online` needs a key",
@@ -155,8 +154,9 @@ class TrackerSettings(Settings):
 
 
 class ArmSettings(Settings):
-    """A method with its hyperparameters, which are extra keys: its class checks them
-    (`eval.arms`).
+    """An arm is a method with its hyperparameters.
+
+    These are extra keys, which the method's class checks (`eval.arms`).
     """
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
@@ -168,11 +168,13 @@ class ArmSettings(Settings):
         description="the ideal TTFT speedup that a hyperparameter is solved for; `table1`: the "
         "paper's",
     )
-    seeds: Positive | None = Field(default=None, description="an arm for each of so many seeds")
+    seeds: Positive | None = Field(
+        default=None, description="makes an arm for each of so many seeds"
+    )
 
 
 class CommonSettings(Settings):
-    """All settings of a run but those of suites."""
+    """These are all settings of a run except those of suites."""
 
     model: ModelSettings
     method: dict[str, Any] | None = None
@@ -180,8 +182,7 @@ class CommonSettings(Settings):
         default=[],
         min_length=1,
         description="several methods: `arms=[lazy,fastkv]`, or `arms=[{name: lazy, speedup: 2x}, "
-        "...]`; a list of "
-        "values, or `seeds: 5`, makes an arm of each",
+        "...]`; a list of values, or `seeds: 5`, makes an arm of each",
     )
     speedup: Speedup | None = Field(
         default=None,
@@ -189,7 +190,8 @@ class CommonSettings(Settings):
         "gives its own",
     )
     baseline: bool = Field(
-        default=True, description="also measure the standard model on every example, among the arms"
+        default=True,
+        description="also measures the model without a method on every example, as an arm",
     )
     dataset: list[Text] = Field(
         default=[],
@@ -198,19 +200,21 @@ class CommonSettings(Settings):
     )
     data: DataConfig = DataConfig()
     limit: Positive | None = Field(
-        default=None, description="N examples of each dataset; `null`: all (embedded: 12)"
+        default=None,
+        description="takes N examples of each dataset; `null`: all (embedded: 12)",
     )
     subset: Subset = Field(
         default="first",
-        description="which N: `first`, `random` (by `seed`), or `by_length`, spread over the "
-        "dataset's lengths; `mini`: of the 187 rows of LongBench that MiniLongBench chose",
+        description="which N examples: `first`, `random` (by `seed`), `by_length` (spread over the "
+        "dataset's lengths), or `mini` (of the 187 rows of LongBench that MiniLongBench chose)",
     )
     max_new_tokens: Positive | None = Field(
-        default=None, description="shorter answers than the dataset allows, for a quick look"
+        default=None,
+        description="makes answers shorter than the dataset allows, for a quick look",
     )
     batch_size: Positive | None = Field(
         default=None,
-        description="answers that decode together, after TTFT was measured alone; 1 also times "
+        description="how many answers decode together; each TTFT is measured alone; 1 also times "
         "every step; `null`: as many as fit into a GPU's memory, up to 8, and 1 on a CPU",
     )
     warmup: Count = Field(
@@ -218,8 +222,8 @@ class CommonSettings(Settings):
     )
     seed: Annotated[Count, Field(lt=2**63)] = Field(
         default=0,
-        description="of random weights, of random subsets, and the default of methods with a "
-        "`seed`",
+        description="seed of random weights and of random subsets, and the default of methods that "
+        "have a `seed`",
     )
     threads: Annotated[Positive, Field(le=1024)] | None = Field(
         default=None, description="CPU threads, up to 1024; `null`: torch's choice (`tiny`: 1)"
@@ -231,13 +235,13 @@ class CommonSettings(Settings):
     )
     trace: Count = Field(
         default=0,
-        description="keep each layer's importance and selection for the first N examples of each "
+        description="stores each layer's importance and selection for the first N examples of each "
         "dataset",
     )
     fidelity: Literal["answer"] | None = Field(
         default=None,
-        description="`answer`: also feed the baseline's answer and the gold one to every arm; not "
-        "timed",
+        description="`answer` also feeds the baseline's answer and the gold one to every arm, "
+        "without timing it",
     )
     label: Text | None = Field(
         default=None, description="the comparison's name, in titles and folders"
@@ -247,9 +251,7 @@ class CommonSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, values: Any) -> Any:
-        """Make `arms` a list of mappings, of `method` if there is no other, and `dataset` a
-        list.
-        """
+        """Make `arms` a list of mappings, of `method` if there are none, and `dataset` a list."""
         method, arms, dataset = (values.get(key) for key in ("method", "arms", "dataset"))
         if method and arms:
             raise ValueError(_refuse_both(method.get("name"), arms))
@@ -271,7 +273,7 @@ class CommonSettings(Settings):
 
 
 def _refuse_both(method: Any, arms: Any) -> str:
-    """What the user can do who gives a method beside arms, such as those of an experiment."""
+    """Say what to do about a method that is given together with arms, such as an experiment's."""
     names = [arm.get("name") if isinstance(arm, dict) else arm for arm in arms]
     given = f"method={method}: the arms are {', '.join(map(str, names))} already"
     if all(isinstance(arm, str) for arm in arms):
@@ -287,15 +289,16 @@ else:  # a field for each suite that has settings
 
 
 class RunConfig(SuiteSettings):
-    """All settings of a run, those of each suite under its name."""
+    """These are all settings of a run, with those of each suite under its name."""
 
 
 Config = TypeVar("Config", bound=Settings)
 
 
 def validated(values: Any, kind: type[Config]) -> Config:
-    """Settings from nested dictionaries. Raises UserError with one line: key, value, what was
-    expected.
+    """Check nested dictionaries and return settings.
+
+    Raises UserError with one line: key, value, what was expected.
     """
     try:
         return kind.model_validate(values)
@@ -307,7 +310,7 @@ def validated(values: Any, kind: type[Config]) -> Config:
 
 
 def _one_line(error: ValidationError, kind: type[BaseModel]) -> str:
-    """The first fault, named as on the command line."""
+    """Describe the first fault as on the command line."""
     fault = first_fault(error)
     if not fault.place:  # a rule of several settings, which names them
         return fault.expected
@@ -320,6 +323,7 @@ def _one_line(error: ValidationError, kind: type[BaseModel]) -> str:
 
 
 def _takes_null(kind: type[BaseModel], where: Sequence[Any]) -> bool:
+    """Say whether a setting may be null."""
     for part in where[:-1]:
         field: Any = kind.model_fields.get(part)
         if field is None or not isinstance(field.annotation, type):
@@ -330,8 +334,9 @@ def _takes_null(kind: type[BaseModel], where: Sequence[Any]) -> bool:
 
 
 def documented(kind: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
-    """(key, default, description) of every setting with a description, in order. `GROUP=` sets a
-    group's name.
+    """List (key, default, description) of every setting that has a description, in order.
+
+    `GROUP=` sets a group's name.
     """
     rows = list[tuple[str, str, str]]()
     for name, field in kind.model_fields.items():

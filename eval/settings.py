@@ -1,4 +1,4 @@
-"""The base of all settings, the types that they share, and what is wrong with a value."""
+"""All settings share this base and these types, and explain a wrong value in one line."""
 
 import json
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Settings(BaseModel):
-    """Settings: exact types, no unknown keys, never changed."""
+    """Settings take exact types and no unknown keys, and never change."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def _as_text(value: Any) -> Any:
-    """A number that Hydra read where a text was meant: out=2024."""
+    """Turn a number that Hydra read into the text that was meant: out=2024."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return str(value) if is_number else value
 
@@ -54,9 +54,9 @@ _EXPECTED = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with settings.
+    """A fault says what is wrong with settings.
 
-    place: the parts of the key; none for a rule of several keys, which `expected` then names.
+    place: the parts of the key; empty for a rule of several keys, which `expected` then names.
     """
 
     place: tuple[str | int, ...]
@@ -82,6 +82,6 @@ def _expected(fault: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """A value for a message, at most 80 characters."""
+    """Write a value for a message, with at most 80 characters."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."

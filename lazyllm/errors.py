@@ -1,4 +1,4 @@
-"""What the commands of both packages share: errors that a user can fix, and the parser."""
+"""The commands of both packages share errors that a user can fix, and a parser."""
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """An error the user can fix: the message says what was given, what was expected, what to do.
+    """The user can fix this error: it says what was given, what was expected, and what to do.
 
     Commands show the message without a traceback, and end with `exit_code`.
     """

@@ -1,4 +1,4 @@
-"""Models with a short name: their hub ids and shapes, which are data in `presets.yaml`."""
+"""Some models have a short name; `presets.yaml` holds their hub ids and shapes."""
 
 import json
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ _FILE = Path(__file__).with_suffix(".yaml")
 
 @dataclass(frozen=True)
 class Preset:
-    """A model with a short name.
+    """A preset is a model with a short name.
 
     source: hub id or folder; of a package, the path of its GGUF file in it. architecture: the
     fields of the checkpoint's `config.json`, for `load_format="dummy"`; None if this package holds
     the checkpoint. gated: the hub asks for its owner's consent. pickled: its weights on the hub are
     pickles in 32 bits. package: the Python package that holds the checkpoint, with its version;
-    sha256: of the file.
+    sha256: the hash of the file.
     """
 
     source: str
@@ -46,6 +46,7 @@ class Preset:
 
 
 def _preset(about: dict[str, Any]) -> Preset:
+    """Make a preset of its fields in the file."""
     if "folder" in about:
         about["source"] = str(_FILE.parent / about.pop("folder"))
     return Preset(**about)

@@ -1,4 +1,4 @@
-"""Which model, and how it is loaded. Needs neither torch nor transformers."""
+"""Name a model and how it is loaded; this needs neither torch nor transformers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ GGUF = ".gguf"  # how the name of a GGUF file ends
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model, and how it is loaded. Two equal specs load the same weights.
+    """A spec says which model is loaded, and how. Two equal specs load the same weights.
 
     name: a preset (`lazyllm.presets`), a folder, a GGUF file, or a hub id; of random weights also
         sizes (`lazyllm.presets.fields_of`).

@@ -109,7 +109,7 @@ REFUSED = {
     "run method=lazy method.schedule={9:0.5}": "lazy: the schedule prunes after layer 9, but the",
     """run method=lazy 'method.schedule={"2":0.5}'""": "a mapping's key none)",
     "run experiment=field speedup=0.5": "speedup=0.5: expected a speedup of 1 or more",
-    "run method=asl speedup=3x": "speedup=3x: sets the speed of no arm (asl): leave it out",
+    "run method=asl speedup=3x": "speedup=3x: no arm takes it (asl): leave it out",
     "run 'arms=[{name: random_drop, keep: 0.5}]' speedup=3x": "the speed of no arm (random_drop)",
     "run 'arms=[{name: baseline, speedup: 3x}]'": "baseline: speedup=3x cannot be solved for",
     "run 'arms=[{name: asl, speedup: 3x}]'": "prompt: leave it out, and give keep and retain",
@@ -181,7 +181,7 @@ LATE = {
     "plan dataset=lookup model.device=cuda": "or plan for another machine: --gpu b200, ",
     "plan dataset=lookup method=static_pruning method.layer=99": "static_pruning: static pruning",
     "plan dataset=lookup method=fastkv speedup=2x": (
-        "fastkv cannot reach an ideal TTFT speedup of 2 on 8 layers: give less"
+        "fastkv cannot reach an ideal TTFT speedup of 2 on 8 layers: give a lower one"
     ),
     "plan model=llama2 dataset=lookup": "lazyllm-bench fetch",
     "tune target_speedup=40 dataset=lookup limit=2": "expected less, as the default's layers",
@@ -253,7 +253,7 @@ def test_run_without_its_packages_is_refused_with_the_remedy() -> None:
     command = [sys.executable, "-S", ROOT / "run.py"]
     done = subprocess.run(command, capture_output=True, text=True, env={})
     assert done.returncode == 2
-    remedy = r"error: .* has none of the packages .* make setup .* source \.venv/bin/activate .*\n"
+    remedy = r"error: .* lacks the packages .* make setup .* source \.venv/bin/activate .*\n"
     assert re.fullmatch(remedy, done.stderr)
 
 

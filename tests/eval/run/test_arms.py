@@ -207,7 +207,9 @@ def test_arms_out_of_reach_are_left_out_with_a_line(caplog: pytest.LogCaptureFix
     ]
     run = prepare(small_config(None, arms=asked))
     assert [one.label for one in run.arms] == ["baseline", "random_drop"]
-    out_of_reach = "left out: fastkv cannot reach an ideal TTFT speedup of 2 on 8 layers: give less"
+    out_of_reach = (
+        "left out: fastkv cannot reach an ideal TTFT speedup of 2 on 8 layers: give a lower one"
+    )
     assert out_of_reach in caplog.text
     assert "left out: specprefill cannot" in caplog.text
     assert "name a draft" in caplog.text
