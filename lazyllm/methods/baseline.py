@@ -1,4 +1,4 @@
-"""The standard model: every prompt token in every layer."""
+"""Run the standard model: every prompt token in every layer."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from lazyllm.engine.method import Method
 
 @dataclass(frozen=True)
 class Baseline(Method):
-    """No pruning. It runs in the same loop and cache as the methods, so a speedup is theirs."""
+    """Prune nothing. It runs in the same loop and cache as the methods, so a speedup is theirs."""
 
     label = "baseline"
     order = 0
