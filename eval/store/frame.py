@@ -1,12 +1,12 @@
 """The frame of a run: a row for each arm's answer in each visit, with the numbers that follow from
 what is stored.
 
-A new number that follows from stored ones is a line in `derive`, also for old runs.
+A new number that follows from stored ones is a line in `DERIVED`, also for old runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -16,13 +16,38 @@ import pandas as pd
 from eval.benchmarks.datasets import DATASETS
 from eval.store.record import SCALES, Answer, Visit
 
-DERIVED = (
-    "total_s",
-    "step_s",
-    "generated_tokens",
-    "pct_prompt_tokens_computed",
-    "attention_ceiling",
-)
+Derive = Callable[[Visit, Answer], float | None]
+
+
+def time_tokens(answer: Answer) -> tuple[float, ...] | None:
+    """Seconds from the start to each token; None if steps were not timed, as those of batches."""
+    steps = answer.decode_step_s
+    return None if steps is None else tuple(accumulate([answer.ttft_s, *steps]))
+
+
+def _time_answer(_: Visit, answer: Answer) -> float | None:
+    times = time_tokens(answer)
+    return None if times is None else times[-1]
+
+
+def _average_step(_: Visit, answer: Answer) -> float | None:
+    steps = answer.decode_step_s
+    return float(np.mean(steps)) if steps else None
+
+
+def _compute_share(visit: Visit, answer: Answer) -> float:
+    computed = answer.computed_per_layer[-1] + answer.scoring_tokens
+    return 100 * computed / visit.prompt_tokens
+
+
+# {column: how it follows from what is stored; None for what is unknown}
+DERIVED: dict[str, Derive] = {
+    "total_s": _time_answer,
+    "step_s": _average_step,
+    "generated_tokens": lambda _, answer: len(answer.token_ids),
+    "pct_prompt_tokens_computed": _compute_share,
+    "attention_ceiling": lambda visit, _: visit.attention_ceiling,
+}
 MEASURED = (*SCALES, *DERIVED)  # the numbers of an answer
 COLUMNS = [
     "model", "paper_model", "run", "folder", "arm", "method", "settings", "label", "speedup",
@@ -35,30 +60,11 @@ COLUMNS = [
 def numbers_of(visit: Visit, answer: Answer) -> dict[str, float]:
     """{column of `MEASURED`: value} of an answer in units of the frame; NaN for what is unknown."""
     stored = {name: _scale(getattr(answer, name), scale) for name, scale in SCALES.items()}
-    return stored | {name: _scale(value, 1) for name, value in derive(visit, answer).items()}
-
-
-def derive(visit: Visit, answer: Answer) -> dict[str, float | None]:
-    """The numbers that follow from what is stored, by the names of `DERIVED`."""
-    computed = answer.computed_per_layer[-1] + answer.scoring_tokens
-    steps, token_s = answer.decode_step_s, time_tokens(answer)
-    return {
-        "total_s": None if token_s is None else token_s[-1],
-        "step_s": float(np.mean(steps)) if steps else None,
-        "generated_tokens": len(answer.token_ids),
-        "pct_prompt_tokens_computed": 100 * computed / visit.prompt_tokens,
-        "attention_ceiling": visit.attention_ceiling,
-    }
+    return stored | {name: _scale(derive(visit, answer), 1) for name, derive in DERIVED.items()}
 
 
 def _scale(value: float | None, scale: float) -> float:
     return float("nan") if value is None else value * scale
-
-
-def time_tokens(answer: Answer) -> tuple[float, ...] | None:
-    """Seconds from the start to each token; None if steps were not timed, as those of batches."""
-    steps = answer.decode_step_s
-    return None if steps is None else tuple(accumulate([answer.ttft_s, *steps]))
 
 
 def frame_visits(
