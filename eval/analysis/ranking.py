@@ -114,7 +114,7 @@ def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
     for row in frame[frame["level"] == "all"].to_dict("records"):
         target, ideal = row["speedup"], row["ideal_ttft_speedup"]
         # answers without it give NaN
-        if isinstance(target, float | int) and abs(ideal / target - 1) > MISSED:
+        if isinstance(target, float | int) and abs(ideal - target) > MISSED * target + 1e-9:
             key = row["model"], row["suite"], row["label"]
             reasons[key] = f"{row['label']}, whose prefills had an ideal speedup of {ideal:.2f}"
     return reasons
