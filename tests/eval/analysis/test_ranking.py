@@ -8,6 +8,8 @@ from eval.store.runs import StoredRun
 from tests.eval.made import line, stored
 from tests.eval.store.visits import visit
 
+TWICE = {"prefill_flops": 200}  # of the baseline: an ideal speedup of 2
+
 pytestmark = pytest.mark.usefixtures("two_have_an_interval")
 
 
@@ -16,7 +18,8 @@ def swept(
 ) -> StoredRun:
     """A run of a setting given by a speedup, from the KL and score of its answers."""
     pairs = enumerate(zip(kls, scores, strict=True))
-    visits = [visit(row, "hops", kl=kl, score=score) for row, (kl, score) in pairs]
+    baseline = {"prefill_flops": round(100 * speedup)}
+    visits = [visit(row, "hops", baseline, kl=kl, score=score) for row, (kl, score) in pairs]
     return stored(visits, method, {"speedup": speedup} | settings)
 
 
@@ -71,7 +74,7 @@ def test_the_answers_kl_ranks_where_all_have_it(
     lazy = {name: value for name, value in lazy.items() if name not in lacks}
     static = {"answer_kl": 0.3, "gold_kl": 0.2, "kl": 0.4, "score": 0.9}
     runs = [
-        stored([visit(row, "hops", **own) for row in (0, 1)], name, {"speedup": 2.0})
+        stored([visit(row, "hops", TWICE, **own) for row in (0, 1)], name, {"speedup": 2.0})
         for name, own in (("lazy", lazy), ("static_pruning", static))
     ]
     frame = ranking(Results(runs)).frame
@@ -80,7 +83,7 @@ def test_the_answers_kl_ranks_where_all_have_it(
 
 
 def test_random_tokens_have_no_scores() -> None:
-    baseline = {"score": None}
+    baseline = {"score": None} | TWICE
     runs = [
         stored(
             [visit(row, "random", baseline, kl=kl, score=None) for row in (0, 1)],
@@ -131,8 +134,8 @@ def test_bytes_stand_beside_the_quality_of_equal_speeds() -> None:
     runs = [
         stored(
             [
-                visit(row, "hops", {"kv_bytes": size, "aux_bytes": 0}, kv_bytes=own * size // 1000,
-                      aux_bytes=aux * size // 1000, kl=0.2)
+                visit(row, "hops", {"kv_bytes": size, "aux_bytes": 0} | TWICE, kl=0.2,
+                      kv_bytes=own * size // 1000, aux_bytes=aux * size // 1000)
                 for row, size in enumerate((1000, 2000))
             ],
             method,

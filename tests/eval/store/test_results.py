@@ -353,7 +353,7 @@ def test_a_task_of_an_unfinished_run_stands_apart_until_it_is_whole(tmp_path: Pa
 
 
 def test_a_whole_run_counts_before_a_longer_unfinished_one(tmp_path: Path) -> None:
-    """Tasks that a stopped run has finished count, and a failed answer leaves nothing unfinished."""
+    """What a stopped run has finished counts, and a failed answer leaves nothing unfinished."""
     look = write_run(tmp_path / "look", over(("trec",), 2, score=1.0))
     plan(look, trec=2)
     visits = [*over(("hotpotqa",), 3, score=0.5), *over(("trec",), 5, score=0.5)]
