@@ -2,18 +2,23 @@
 each.
 
 A claim is a row of eval/analysis/published/claims.csv: its text, the function here that measures it
-(`measure`, with `arguments`), the rows that it measures (`rows`, `method`: `Section.of`), what
-these must have for a verdict (`needs`), the paper's number by model (llama2, xgen), and how far
-ours may be from it (`tolerance`, in per cent of the number or in points), or the direction that
+(`measure`, with `arguments`), the arms that it measures (`rows`, `method`: `Section.arms`), what
+their rows must have for a verdict (`needs`), the paper's number by model (llama2, xgen), and how
+far ours may be from it (`tolerance`, in per cent of the number or in points), or the direction that
 each part of the value must obey (`holds`); `digits`, `widest` (of `Column`), and `shown`, the table
 or figure to look at.
+
+A claim is judged for one setting of each of its methods, apart from what its experiment varies. Of
+several it measures nothing, as a mean over them is no setting's.
 """
 
 import csv
+import json
 import operator
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +36,9 @@ from eval.analysis.columns import (
 from eval.analysis.paper_tables import PUBLISHED, TASK_NAMES
 from eval.analysis.style import as_published, studied
 from eval.analysis.table import Column, forms
+from eval.benchmarks.datasets import DATASETS
 from eval.store.results import Results
+from eval.store.runs import StoredArm, is_ablation, label_of
 from eval.store.summary import FEWEST, by_task, drawn_mean, drawn_means, on_common_examples
 from eval.store.trace import read_trace
 
@@ -40,6 +47,8 @@ HOLDS, FAILS, UNDECIDED, NOT_RUN, NO_NUMBER = "holds", "does not hold", "undecid
 _RULES = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 PAPER_SUITE = "longbench"
 PROMPT_LIMITS = {"llama2": 3500, "xgen": 7500}  # tokens, as in the paper
+MOST_FAILED = 0.02  # share of a claim's rows on which an answer failed: more decide nothing
+_VARIED = {"figure5": "speedup", "figure6": "schedule"}  # by the experiment, within a setting
 Value = tuple[float, float, float]  # with both ends of its 95 % interval
 
 
@@ -55,28 +64,59 @@ class Section:
         is_own = (frame["model"] == model) & (frame["suite"] == suite)
         self.frame = as_published(frame[is_own])
         self.rows = self.frame[self.frame["counts"]]
+        folders = set(self.frame["folder"])
+        self.runs = [run for run in results.runs if str(run.folder) in folders]
         models = {run.model: run.paper_model for run in results.runs}
         self.paper_model = models.get(model) if suite == PAPER_SUITE else None
 
-    def of(self, preset: str, method: str = STUDIED) -> Any:
-        """The rows of a method's arms that belong to an experiment, without ablations.
+    def arms(self, preset: str, method: str = STUDIED) -> list[StoredArm]:
+        """A method's arms that belong to an experiment, without ablations.
 
         preset: "table1", "figure5" (settings given by a speedup), "figure6" (schedules of one
         layer), "studied" (those of table1, else of the one setting of LazyLLM that figures show),
         or "all".
         """
-        rows = self.rows[self.rows["method"] == method]
-        if preset == "all":
-            return rows
+        arms = [arm for run in self.runs for arm in run.arms.values() if arm.method == method]
+        if method == STUDIED:
+            arms = [arm for arm in arms if not is_ablation(arm.values)]
         if preset == "studied":
-            table1 = self.of("table1")
-            return table1 if len(table1) else rows[rows.index.isin(studied(self.results).index)]
-        belongs: dict[str, Callable[[Any], Any]] = {
-            "table1": lambda rows: rows["speedup"] == PAPER_SPEEDUP,
-            "figure5": lambda rows: targets_of(rows).notna(),
-            "figure6": lambda rows: rows["settings"].map(single_layer).notna(),
+            shown = studied(self.results)
+            settings = set(shown.loc[shown["model"] == self.model, "settings"])
+            table1 = self.arms("table1", method)
+            return table1 or [arm for arm in arms if arm.settings in settings]
+        belongs: dict[str, Callable[[StoredArm], bool]] = {
+            "all": lambda _: True,
+            "table1": lambda arm: arm.speedup == PAPER_SPEEDUP,
+            "figure5": lambda arm: isinstance(arm.speedup, float | int),
+            "figure6": lambda arm: single_layer(arm.settings) is not None,
         }
-        return rows[belongs[preset](rows)]
+        return list(filter(belongs[preset], arms))
+
+    def of(self, arms: Iterable[StoredArm]) -> Any:
+        """The rows of these arms that count."""
+        keys = pd.MultiIndex.from_frame(self.rows[["method", "settings"]])
+        return self.rows[keys.isin({(arm.method, arm.settings) for arm in arms})]
+
+    def failed(self, arms: Iterable[StoredArm]) -> set[tuple[str, str]]:
+        """(dataset, id) of each example on which one of these arms, or its baseline, failed.
+
+        Failures in a dataset for which another run of the arm counts are left out.
+        """
+        keys = {(arm.method, arm.settings, arm.seed) for arm in arms}
+        found = set[tuple[str, str]]()
+        for run in self.runs:
+            for dataset, example, name in run.failed:
+                concerned = run.arms.values() if run.arms[name].is_baseline else [run.arms[name]]
+                settings = {(arm.method, arm.settings, arm.seed) for arm in concerned} & keys
+                folders = {self._counting.get((*one, dataset), str(run.folder)) for one in settings}
+                if DATASETS[dataset].suite == self.suite and str(run.folder) in folders:
+                    found.add((dataset, example))
+        return found
+
+    @cached_property
+    def _counting(self) -> dict[Any, str]:
+        """{(method, settings, seed, dataset): the folder of the run that counts}."""
+        return self.rows.set_index(["method", "settings", "seed", "dataset"])["folder"].to_dict()
 
     def identities(self, rows: Any) -> list[dict[str, Any]]:
         """Of the runs of these rows."""
@@ -140,6 +180,25 @@ _NEEDS = {
 
 
 @dataclass(frozen=True)
+class Finding:
+    """What runs say of a claim.
+
+    values: with their intervals. lacking: what the rows lack for a verdict ("" for nothing).
+    failed, examples: rows on which an answer failed, of how many.
+    """
+
+    values: list[Value]
+    lacking: str = ""
+    failed: int = 0
+    examples: int = 0
+
+    @property
+    def decides(self) -> bool:
+        """Whether a verdict can be given."""
+        return bool(self.values) and not self.lacking
+
+
+@dataclass(frozen=True)
 class Claim:
     """A claim of the paper: a row of claims.csv, whose columns the top of this file explains."""
 
@@ -157,26 +216,46 @@ class Claim:
     widest: float | None
     shown: str
 
-    def judged(self, sections: Sequence[Section]) -> tuple[list[Value], str]:
-        """The values, and what the rows lack for a verdict ("" for nothing).
+    def judged(self, sections: Sequence[Section]) -> Finding:
+        """What runs say of the claim.
 
         sections: one model on one suite, in runs that share no table: of those that can decide the
         claim, the one with most examples counts.
         """
-        found = list[tuple[bool, bool, int, list[Value], str]]()
-        for section in sections:
-            rows = section.of(self.rows, self.method)
-            lacking = [
-                text for need in self.needs if len(rows) and (text := _NEEDS[need](section, rows))
-            ]
-            values = _MEASURES[self.measure](section, rows, **self.arguments)
-            decides, examples = (
-                bool(values) and not lacking,
-                len(rows[["dataset", "id"]].drop_duplicates()),
-            )
-            found.append((decides, bool(values), examples, values, "; ".join(lacking)))
-        *_, values, lacking = max(found, key=lambda one: one[:3])
-        return values, lacking
+        found = map(self._find, sections)
+        return max(found, key=lambda one: (one.decides, bool(one.values), one.examples))
+
+    def _find(self, section: Section) -> Finding:
+        methods = [self.method, *filter(None, [self.arguments.get("other")])]
+        arms = [arm for method in methods for arm in section.arms(self.rows, method)]
+        rows, failed = section.of(arms), section.failed(arms)
+        # on the rows that all arms have answered
+        examples = pd.MultiIndex.from_frame(rows[["dataset", "id"]])
+        rows = rows[~examples.isin(failed)]
+        number = len(set(examples) | failed)
+        several = self._list_settings(rows)
+        lacking = [
+            text for need in self.needs if len(rows) and (text := _NEEDS[need](section, rows))
+        ]
+        if len(failed) > MOST_FAILED * number:
+            share = f"{100 - 100 * MOST_FAILED:g} %"
+            lacking.append(f"needs {share} of the rows, failed on {len(failed)} of {number}")
+        values = [] if several else _MEASURES[self.measure](section, rows, **self.arguments)
+        return Finding(values, "; ".join([*several, *lacking]), len(failed), number)
+
+    def _list_settings(self, rows: Any) -> list[str]:
+        """A sentence for each method of several settings, apart from what the experiment varies."""
+        found = defaultdict[str, set[str]](set)
+        for method, text in set(rows[["method", "settings"]].itertuples(index=False, name=None)):
+            settings = json.loads(text)
+            settings.pop(_VARIED.get(self.rows), None)
+            found[method].add(label_of(method, settings))
+        return [
+            f"needs one setting of {method}, has {' and '.join(sorted(labels))}"
+            for method, labels in found.items()
+            # importance is of the model, whatever ran
+            if len(labels) > 1 and self.rows != "all"
+        ]
 
     def verdict(self, parts: list[Value], paper_model: str | None, lacking: str = "") -> str:
         """What the value says of the claim. parts: one value, or one for each task or step."""
@@ -277,21 +356,14 @@ _SIGN = {"score": 1, "kl": -1, "answer_kl": -1}  # of what is better
 
 
 def _leads(section: Section, rows: Any, column: str, other: str) -> list[Value]:
-    """LazyLLM's lead over another method in each task: the mean over the speedups that both were
-    solved for.
-    """
-    others = section.of("figure5", other)
-    rows = pd.concat([rows, others[others["model"].isin(rows["model"])]])
+    """LazyLLM's lead over another method in each task at each speedup that both were solved for."""
     rows = rows.assign(target=targets_of(rows), label=rows["method"]).dropna(subset=column)
     leads = []
-    for _, of_task in rows.groupby("task", sort=False):
-        of_targets = []
-        for _, group in of_task.groupby("target"):
-            values: Any = on_common_examples(group, column)
-            if len(values) and len(values.columns) == 2:
-                of_targets.append(drawn_means(values[[STUDIED, other]]) @ [1, -1])
-        if of_targets:
-            leads.append(with_ends(_SIGN[column] * np.mean(of_targets, axis=0)))
+    for _, group in rows.groupby(["task", "target"], sort=False):
+        values: Any = on_common_examples(group, column)
+        if len(values) and len(values.columns) == 2:
+            lead = drawn_means(values[[STUDIED, other]]) @ [1, -1]
+            leads.append(with_ends(_SIGN[column] * lead))
     return leads
 
 

@@ -1,9 +1,12 @@
 """Results on one screen: a row for each model, suite and method. Nothing is written.
 
 lazyllm-bench results [RUNS ...] [--by task|length] [--sort COLUMN] [--where KEY=VALUE] [--json]
+
+Exit code: 1 if runs are damaged, which stderr names after the results of the others.
 """
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
@@ -15,7 +18,7 @@ from eval.analysis.columns import SECTION, SETTING, in_order, range_names, range
 from eval.analysis.run_table import EXAMPLES, is_unforced, shown_in
 from eval.analysis.table import LABEL, UNFORCED, Column, Table, cells, console, forms
 from eval.benchmarks.datasets import DATASETS, TASKS
-from eval.store.results import Results, add_choice, read_results
+from eval.store.results import Results, add_choice, read_whole
 from eval.store.summary import NO_INTERVAL
 from lazyllm.errors import UserError, nearest, parser_of
 
@@ -41,7 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     conditions = [condition for condition in options.where if condition.partition("=")[0] in _KEYS]
-    groups = read_results(options.runs, [one for one in options.where if one not in conditions])
+    of_runs = [condition for condition in options.where if condition not in conditions]
+    groups, damaged = read_whole(options.runs, of_runs)
     frames = [summary(results, options.by).assign(runs=results.name) for results in groups]
     frame: Any = _selected(pd.concat(frames, ignore_index=True), conditions)
     if options.sort is not None:
@@ -52,12 +56,14 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
         print(json.dumps(rows, indent=2, default=str))
-        return 0
-    screen = console()
-    for name, rows in frame.groupby("runs", sort=False):
-        title = f"Results of {name}" if name else "Results"
-        screen.print(table_of(rows.reset_index(drop=True), title).to_rich(screen.width))
-    return 0
+    else:
+        screen = console()
+        for name, rows in frame.groupby("runs", sort=False):
+            title = f"Results of {name}" if name else "Results"
+            screen.print(table_of(rows.reset_index(drop=True), title).to_rich(screen.width))
+    for why in damaged:
+        print(f"Damaged, left out: {why}", file=sys.stderr)
+    return 1 if damaged else 0
 
 
 def _selected(frame: Any, conditions: Sequence[str]) -> Any:

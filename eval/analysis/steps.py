@@ -113,7 +113,7 @@ def _shares(results: Results) -> tuple[pd.DataFrame, list[str]]:
 
 def _costs(section: Section) -> Iterator[dict[str, Any]]:
     """A row for each task of a section."""
-    rows = section.of("studied")
+    rows = section.of(section.arms("studied"))
     theirs = match_baselines(rows, section.frame)
     rows = rows.assign(
         **{f"theirs_{name}": theirs[name] for name in ("ttft_s", "total_s", "step_s")}

@@ -1,16 +1,16 @@
 """The paper's claims about LazyLLM, each with what stored runs say of it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from eval.analysis.claims import PAPER_SUITE, Claim, Value, claims, sections
+from eval.analysis.claims import MOST_FAILED, PAPER_SUITE, Claim, Finding, claims, sections
 from eval.analysis.columns import SECTION
 from eval.analysis.paper_tables import PAPER_MODELS
 from eval.analysis.table import MODEL, Column, Rows, as_table, cells, forms
 from eval.store.results import Results
+from eval.store.runs import counted
 
 _COLUMNS = (
     MODEL, Column("section", "section"), Column("claim", "claim"), Column("paper", "published"),
@@ -19,7 +19,7 @@ _COLUMNS = (
 )  # fmt: skip
 _FRAME = [
     *SECTION, "section", "claim", "paper", "expected", "parts", *forms("value"), "verdict",
-    "lacking", "shown"
+    "lacking", "failed", "shown"
 ]  # fmt: skip
 
 
@@ -29,12 +29,15 @@ _FRAME = [
     caption=(
         "A number agrees if the whole 95 % interval lies within the tolerance around the paper's, "
         "and differs if none of it does. A direction holds if every interval obeys it, and does "
-        "not hold if one of them disobeys as a whole."
+        "not hold if one of them disobeys as a whole: in one task, at one speedup."
     ),
     notes=(
         "Undecided: the interval allows both. -: the paper has no number for this model. ?: not "
         "known to within ±10 points. Not run: the experiments of the paper, or what the verdict "
-        "names, are missing; `lazyllm-bench plan` estimates their hours."
+        "names, are missing; `lazyllm-bench plan` estimates their hours. Several settings of a "
+        "method are not averaged: --where KEY=VALUE chooses the runs of one. A row on which an "
+        "answer failed is left out for all arms of a claim, and counted beside the verdict; more "
+        f"than {100 * MOST_FAILED:g} % of them decide nothing."
     ),
     command="python run.py -m experiment=table1 model=llama2,xgen",
 )
@@ -44,41 +47,45 @@ def verdicts(*groups: Results) -> Rows:
 
     groups: of runs that share no table. frame: model, suite, section, claim, paper (the published
     number for the model), expected, parts (the number of values behind ours), value, value_low,
-    value_high (of a single part), verdict, lacking (what a run must have for a verdict), shown.
+    value_high (of a single part), verdict, lacking (what a run must have for a verdict), failed
+    (rows on which an answer failed, which are left out), shown.
     """
     found = sections(groups)
     rows = list[dict[str, Any]]()
     for (model, suite), parts in found.items():
         rows += [
-            _row(claim, model, suite, parts[0].paper_model, *claim.judged(parts))
+            _row(claim, model, suite, parts[0].paper_model, claim.judged(parts))
             for claim in claims()
         ]
     there = {parts[0].paper_model for parts in found.values()}
     for name in PAPER_MODELS:
         if name not in there:
             rows += [
-                _row(claim, name, PAPER_SUITE, name) for claim in claims() if name in claim.paper
+                _row(claim, name, PAPER_SUITE, name, Finding([]))
+                for claim in claims()
+                if name in claim.paper
             ]
     frame: Any = pd.DataFrame(rows, columns=[*_FRAME, "ours"])
     shown = [
-        f"{verdict}: {text}" if text else verdict
-        for verdict, text in zip(frame["verdict"], frame["lacking"], strict=True)
+        f"{verdict}: {lacking}" if lacking else f"{verdict}{_count(failed)}"
+        for verdict, lacking, failed in zip(
+            frame["verdict"], frame["lacking"], frame["failed"], strict=True
+        )
     ]
     everything = Results([run for results in groups for run in results.runs])
     text = cells(frame.assign(shown_verdict=shown), _COLUMNS, everything)
     return Rows(frame[_FRAME], text, keys=3)
 
 
+def _count(failed: int) -> str:
+    return f" ({counted(failed, 'row')} failed)" if failed else ""
+
+
 def _row(
-    claim: Claim,
-    model: str,
-    suite: str,
-    paper_model: str | None,
-    parts: Sequence[Value] = (),
-    lacking: str = "",
+    claim: Claim, model: str, suite: str, paper_model: str | None, finding: Finding
 ) -> dict[str, Any]:
-    """A claim of the paper beside ours. parts, lacking: of `Claim.judged`."""
-    values, paper = list(parts), claim.paper.get(paper_model or "")
+    """A claim of the paper beside ours."""
+    values, paper = finding.values, claim.paper.get(paper_model or "")
     single = values[0] if len(values) == 1 else (np.nan,) * 3
     return {
         "model": model,
@@ -90,7 +97,8 @@ def _row(
         "expected": claim.holds or f"within {claim.tolerance}",
         **dict(zip(forms("value"), single, strict=True)),
         "ours": claim.ours(values),
-        "verdict": claim.verdict(values, paper_model, lacking),
-        "lacking": lacking,
+        "verdict": claim.verdict(values, paper_model, finding.lacking),
+        "lacking": finding.lacking,
+        "failed": finding.failed,
         "shown": claim.shown,
     }

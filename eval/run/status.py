@@ -22,8 +22,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from eval.store.folder import files_of, read_about, read_jobs
-from eval.store.runs import StoredRun, counted, run_folders
+from eval.store.folder import files_of, read_jobs
+from eval.store.results import open_runs
+from eval.store.runs import StoredRun, counted
 from lazyllm.errors import UserError, parser_of
 
 DONE, RUNNING, UNCLEAR, FAILED, INCOMPLETE = "done", "running", "unclear", "failed", "incomplete"
@@ -53,61 +54,62 @@ def status(folders: Sequence[Path]) -> list[Status]:
     """Every run in or below the folders. Raises UserError if a folder does not exist, or if no
     run is found.
     """
-    runs = run_folders(folders)
-    if not runs:
+    runs, damaged = open_runs(folders)
+    if not runs and not damaged:
         raise UserError(
             f"no run in or below {', '.join(map(str, folders))}; give the folder that holds the "
             "runs"
         )
-    return [_status(folder) for folder in runs]
+    lines = {run.folder: _status(run) for run in runs} | {
+        folder: Status(folder.name, "", [], FAILED, 0, None, 0, None, why)
+        for folder, why in damaged.items()
+    }
+    return [lines[folder] for folder in sorted(lines)]
 
 
-def _status(folder: Path) -> Status:
-    try:
-        run = StoredRun(folder, read_about(folder / "run.json"))
-        done, planned = run.done, run.planned
-        seconds = max(
-            (file.stat().st_mtime for file in files_of(folder, "visits") if run.visits),
-            default=None,
+def _status(run: StoredRun) -> Status:
+    folder = run.folder
+    done, planned = run.done, run.planned
+    seconds = max(
+        (file.stat().st_mtime for file in files_of(folder, "visits") if run.visits),
+        default=None,
+    )
+    last = (
+        None
+        if seconds is None
+        else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    )
+    missing = len(set(planned or ()) - done)
+    failed = Counter((arm, reason) for (_, _, arm), reason in run.failed.items())
+    findings = [
+        (FAILED, f"{number} of {arm} failed: {reason}")
+        for (arm, reason), number in failed.most_common(3)
+    ]
+    findings += [_state_after(event, last) for event in read_jobs(folder)[-1:]]
+    state = next(
+        (state for state in (RUNNING, UNCLEAR, FAILED) if state in dict(findings)), INCOMPLETE
+    )
+    if planned is not None and not missing and state != RUNNING:
+        # a campaign's tables lie elsewhere
+        made = [*folder.glob("summary.md"), *folder.glob("visits*.gz")]
+        state, findings = (
+            DONE,
+            [] if made else [(DONE, "without a table: the same command makes it")],
         )
-        last = (
-            None
-            if seconds is None
-            else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    elif state == INCOMPLETE:
+        lacks = (
+            "its number of examples is unknown"
+            if planned is None
+            else f"{counted(missing, 'example')} missing"
         )
-        missing = len(set(planned or ()) - done)
-        failed = Counter((arm, reason) for (_, _, arm), reason in run.failed.items())
-        findings = [
-            (FAILED, f"{number} of {arm} failed: {reason}")
-            for (arm, reason), number in failed.most_common(3)
-        ]
-        findings += [_state_after(event, last) for event in read_jobs(folder)[-1:]]
-        state = next(
-            (state for state in (RUNNING, UNCLEAR, FAILED) if state in dict(findings)), INCOMPLETE
-        )
-        if planned is not None and not missing and state != RUNNING:
-            # a campaign's tables lie elsewhere
-            made = [*folder.glob("summary.md"), *folder.glob("visits*.gz")]
-            state, findings = (
-                DONE,
-                [] if made else [(DONE, "without a table: the same command makes it")],
-            )
-        elif state == INCOMPLETE:
-            lacks = (
-                "its number of examples is unknown"
-                if planned is None
-                else f"{counted(missing, 'example')} missing"
-            )
-            findings.append((INCOMPLETE, f"{lacks}; the same command goes on"))
-        number, expected = (
-            (len(done), None) if planned is None else (len(planned) - missing, len(planned))
-        )
-        why = "; ".join(reason for _, reason in findings if reason)
-        return Status(
-            folder.name, run.model, [*run.arms], state, number, expected, failed.total(), last, why
-        )
-    except (ValueError, KeyError, TypeError) as error:  # a damaged run; the others are still listed
-        return Status(folder.name, "", [], FAILED, 0, None, 0, None, str(error))
+        findings.append((INCOMPLETE, f"{lacks}; the same command goes on"))
+    number, expected = (
+        (len(done), None) if planned is None else (len(planned) - missing, len(planned))
+    )
+    why = "; ".join(reason for _, reason in findings if reason)
+    return Status(
+        folder.name, run.model, [*run.arms], state, number, expected, failed.total(), last, why
+    )
 
 
 def _state_after(event: Mapping[str, Any], last: str | None) -> tuple[str, str]:

@@ -11,15 +11,15 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.datasets import DATASETS
+from eval.store.folder import read_about
 from eval.store.record import Answer, Visit
-from eval.store.runs import StoredRun, stored_runs
-from lazyllm.errors import UserError, nearest
+from eval.store.runs import StoredRun, run_folders
+from lazyllm.errors import UserError, nearest, reason_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,10 +54,17 @@ class Results:
         prompt_tokens, visit (from 0, of the example), counts; then `eval.store.frame.MEASURED`, and
         token_s, the seconds to each token (None if steps were not timed). Scores are 0 to 100.
 
-        counts: whether tables count the row: the first answer of its arm in its run, and of several
-        runs of a setting and seed that with most examples of the dataset, then the newest
-        (`choices`). The others serve `match_baselines` only. Raises UserError.
+        counts: whether tables count the row: the first answer of its arm in its run, not `apart`,
+        and of several runs of a setting and seed that with most examples of the dataset, then the
+        newest (`choices`). The others serve `match_baselines` only. Raises UserError.
         """
+        frame: Any = self._answers
+        frame = frame.assign(counts=frame["counts"] & ~self.apart)
+        return frame.assign(counts=frame["counts"] & (frame["folder"] == self._chosen(frame)))
+
+    @cached_property
+    def _answers(self) -> pd.DataFrame:
+        """The frame as if each run counted."""
         import pandas as pd
 
         from eval.store.frame import COLUMNS  # neither at the top: pandas is slow to import
@@ -65,9 +72,23 @@ class Results:
         parts = [run.rows for run in self.runs if len(run.rows)]
         if not parts:
             return pd.DataFrame(columns=COLUMNS).astype({"is_baseline": bool, "counts": bool})
-        frame = pd.concat(parts, ignore_index=True)
-        chosen = self._chosen(frame)
-        return frame.assign(counts=frame["counts"] & (frame["folder"] == chosen))
+        return pd.concat(parts, ignore_index=True)
+
+    @cached_property
+    def apart(self) -> Any:
+        """Whether each row of the frame is of a task that its run has not finished.
+
+        No table counts such a row, as the task would join means with the few examples that came
+        first: unless its model has no finished task on the suite.
+        """
+        import numpy as np  # not at the top: slow to import
+
+        frame: Any = self._answers
+        unvisited = {(str(run.folder), *task) for run in self.runs for task in run.unvisited}
+        tasks = frame[["folder", "suite", "task"]].itertuples(index=False, name=None)
+        is_apart = frame["counts"] & np.array([task in unvisited for task in tasks], dtype=bool)
+        is_whole = (frame["counts"] & ~is_apart).groupby([frame["model"], frame["suite"]])
+        return is_apart & is_whole.transform("any")
 
     def _chosen(self, frame: Any) -> Any:
         """For each row, the folder of the run that counts for its setting, seed and dataset."""
@@ -82,8 +103,8 @@ class Results:
     @cached_property
     def superseded(self) -> pd.DataFrame:
         """The rows whose setting, seed and dataset count in another run; `chosen`: its folder."""
-        frame = self.frame.assign(chosen=self._chosen(self.frame))
-        return frame[frame["folder"] != frame["chosen"]]  # type: ignore[return-value]
+        frame: Any = self.frame.assign(chosen=self._chosen(self.frame))
+        return frame[frame["chosen"].notna() & (frame["folder"] != frame["chosen"])]
 
     @property
     def choices(self) -> list[str]:
@@ -91,16 +112,26 @@ class Results:
         lost: Any = self.superseded[~self.superseded["is_baseline"]]
         return [
             f"{'; '.join(rows['label'].unique())} ({_few(rows['dataset'].unique())}): measured in "
-            f"{folder} and in {other}; tables count {other}, which has more examples or is newer "
-            "(--where KEY=VALUE chooses)"
+            f"{folder} and in {other}; tables count {other}, which is whole, has more examples "
+            "or is newer (--where KEY=VALUE chooses)"
             for (folder, other), rows in lost.groupby(["folder", "chosen"], sort=False)
         ]
 
     @cached_property
     def unfinished(self) -> list[str]:
         """A sentence for each run that lacks answers; empty if all runs are complete."""
-        lacking = [(run, part) for run in self.runs if (part := run.unfinished)]
-        return [f"Unfinished: {run.folder.name}, {part}." for run, part in lacking]
+        apart: Any = self._answers[self.apart]
+        tasks = apart.groupby("folder", sort=False)["task"].unique()
+        return [
+            f"Unfinished: {run.folder.name}, {part}."
+            + (
+                f" No table counts its {', '.join(tasks[str(run.folder)])} until it is whole."
+                if str(run.folder) in tasks
+                else ""
+            )
+            for run in self.runs
+            if (part := run.unfinished)
+        ]
 
     @cached_property
     def counting(self) -> pd.DataFrame:
@@ -134,18 +165,54 @@ def read_results(folders: Sequence[Path], where: Sequence[str] = ()) -> list[Res
     """All runs with answers in the folders and below, by name, as those that share tables.
 
     where: as of `choose`. Logs what is unfinished or superseded, and what keeps runs apart.
-    Raises UserError.
+    Raises UserError, which names all damaged runs if there are any.
     """
-    read = [replace(run, given=run.visits) for run in choose(stored_runs(folders), where)]
-    if not (runs := [run for run in read if run.answered]):
-        raise UserError(f"no run with answers in {', '.join(map(str, folders))}")
+    groups, damaged = read_whole(folders, where)
+    if damaged:
+        raise UserError("; ".join(damaged))
+    return groups
+
+
+def read_whole(
+    folders: Sequence[Path], where: Sequence[str] = ()
+) -> tuple[list[Results], list[str]]:
+    """As `read_results`, but of the runs that are whole; and what is wrong with each other one."""
+    found, damaged = open_runs(folders, where)
+    if not (runs := [run for run in found if run.answered]):
+        nothing = f"no run with answers in {', '.join(map(str, folders))}"
+        raise UserError("; ".join([*damaged.values(), nothing]))
     groups = share(runs)
     if len(groups) > 1:
         log.warning("%s", explain(groups))
     for results in groups:
         for sentence in [*results.unfinished, *results.choices]:
             log.warning("%s", sentence)
-    return groups
+    return groups, [*damaged.values()]
+
+
+def open_runs(
+    folders: Sequence[Path], where: Sequence[str] = ()
+) -> tuple[list[StoredRun], dict[Path, str]]:
+    """All runs in the folders and below, by name, and {folder: what is wrong} of damaged ones.
+
+    where: as of `choose`; a run whose description cannot be read is named whatever it is. Raises
+    UserError.
+    """
+    damaged, described, whole = dict[Path, str](), list[StoredRun](), list[StoredRun]()
+    for folder in run_folders(folders):
+        try:
+            described.append(StoredRun(folder, read_about(folder / "run.json")))
+        except UserError as error:
+            damaged[folder] = str(error)
+    for run in choose(described, where):
+        try:
+            run.check()
+            whole.append(run)
+        except (ValueError, KeyError, TypeError) as error:
+            damaged[run.folder] = (
+                str(error) if isinstance(error, UserError) else f"{run.folder}: {reason_of(error)}"
+            )
+    return whole, damaged
 
 
 def share(runs: Sequence[StoredRun]) -> list[Results]:

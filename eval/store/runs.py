@@ -13,8 +13,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.benchmarks.datasets import format_value
-from eval.store.folder import read_about, read_planned, read_visits
+from eval.benchmarks.datasets import DATASETS, format_value
+from eval.store.folder import read_about, read_jobs, read_planned, read_visits
 from eval.store.record import Visit
 from lazyllm.errors import UserError
 from lazyllm.machine import LONG, machine_warnings
@@ -147,6 +147,18 @@ class StoredRun:
     def planned(self) -> list[tuple[str, str]] | None:
         """`read_planned`."""
         return read_planned(self.folder)
+
+    @property
+    def unvisited(self) -> set[tuple[str, str]]:
+        """(suite, task) of each example that was planned and has no visit."""
+        visited = {visit.key for visit in self.visits}
+        names = {name for name, example in self.planned or () if (name, example) not in visited}
+        return {(DATASETS[name].suite, DATASETS[name].task) for name in names}
+
+    def check(self) -> None:
+        """Read all files but traces. Raises UserError, KeyError or TypeError for damage."""
+        read_jobs(self.folder)
+        _ = self.planned, self.visits, self.arms, self.model, self.paper_model
 
     @property
     def unfinished(self) -> str:

@@ -8,6 +8,8 @@ from eval.store.runs import StoredRun
 from tests.eval.made import line, stored
 from tests.eval.store.visits import visit
 
+TWICE = {"prefill_flops": 200}  # of the baseline: an ideal speedup of 2
+
 pytestmark = pytest.mark.usefixtures("two_have_an_interval")
 
 
@@ -16,7 +18,8 @@ def swept(
 ) -> StoredRun:
     """A run of a setting given by a speedup, from the KL and score of its answers."""
     pairs = enumerate(zip(kls, scores, strict=True))
-    visits = [visit(row, "hops", kl=kl, score=score) for row, (kl, score) in pairs]
+    baseline = {"prefill_flops": round(100 * speedup)}
+    visits = [visit(row, "hops", baseline, kl=kl, score=score) for row, (kl, score) in pairs]
     return stored(visits, method, {"speedup": speedup} | settings)
 
 
@@ -71,7 +74,7 @@ def test_the_answers_kl_ranks_where_all_have_it(
     lazy = {name: value for name, value in lazy.items() if name not in lacks}
     static = {"answer_kl": 0.3, "gold_kl": 0.2, "kl": 0.4, "score": 0.9}
     runs = [
-        stored([visit(row, "hops", **own) for row in (0, 1)], name, {"speedup": 2.0})
+        stored([visit(row, "hops", TWICE, **own) for row in (0, 1)], name, {"speedup": 2.0})
         for name, own in (("lazy", lazy), ("static_pruning", static))
     ]
     frame = ranking(Results(runs)).frame
@@ -91,8 +94,9 @@ def test_missed_speedups_are_not_ranked() -> None:
 
     runs = [
         run("fastkv", [0.3, 0.5], 1.85),
-        run("random_drop", [0.9], 2.3),
+        run("random_drop", [0.9], 2.2),
         run("promptdistill", [0.0], 1.0),  # short prompts: nothing was saved, and nothing lost
+        run("claa", [1.9], 2.42),  # it is not at 2x either, and pays for its speed
         stored([visit(0, "hops", kl=0.0)], "asl", {"keep": 0.3}),
         stored([visit(0, "hops", kl=0.2)], "uniprefill", {"p": 0.99}),
     ]
@@ -102,10 +106,34 @@ def test_missed_speedups_are_not_ranked() -> None:
         [2, "random_drop", 1],
     ]
     assert table.notes.endswith(
-        " Not ranked: promptdistill, speedup=2x, whose prefills had an ideal speedup of 1.00; ASL "
-        "and UniPrefill, whose speed is measured, not set."
+        " Not ranked: promptdistill, speedup=2x, whose prefills had an ideal speedup of 1.00; "
+        "claa, speedup=2x, whose prefills had an ideal speedup of 2.42; ASL and UniPrefill, whose "
+        "speed is measured, not set."
     )
     assert "Not ranked" not in ranking(Results(runs[:2])).notes
+
+
+def test_bytes_stand_beside_the_quality_of_equal_speeds() -> None:
+    """KV and Aux Cache over the baseline's of the same visit: 1000 bytes, once 2000."""
+    stores = {"lazy": (850, 60), "fastkv": (110, 0)}
+    runs = [
+        stored(
+            [
+                visit(row, "hops", {"kv_bytes": size, "aux_bytes": 0} | TWICE, kl=0.2,
+                      kv_bytes=own * size // 1000, aux_bytes=aux * size // 1000)
+                for row, size in enumerate((1000, 2000))
+            ],
+            method,
+            {"speedup": 2.0},
+        )
+        for method, (own, aux) in stores.items()
+    ]  # fmt: skip
+    table = ranking(Results(runs))
+    frame = table.frame.set_index("method")["stored"]
+    assert frame.to_dict() == {"lazy": pytest.approx(91), "fastkv": pytest.approx(11)}
+    assert sorted(table.cells["stored, % of baseline's"]) == ["11.0", "91.0"]
+    alone = [stored([visit(0, "hops", None, kl=0.2)], settings={"speedup": 2.0}, baseline=None)]
+    assert "stored, % of baseline's" not in ranking(Results(alone)).cells
 
 
 def with_flops(

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from eval import cli
 from eval.store.frame import COLUMNS, MEASURED, numbers_of
 from eval.store.results import Results, choose, explain, read_results, share
 from eval.store.runs import label_of, stored_runs
 from lazyllm.errors import UserError
-from tests.eval.made import LAZY, stored, write_run
-from tests.eval.store.visits import answer, visit
+from tests.eval.made import LAZY, over, stored, write_run
+from tests.eval.store.visits import FAILED, answer, visit
 
 
 def test_runs_are_listed_at_any_depth_and_in_order(tmp_path: Path) -> None:
@@ -314,3 +315,95 @@ def test_unfinished_runs_are_named(tmp_path: Path) -> None:
     (folder / "examples.json").write_text(json.dumps({"hotpotqa": ["row-0", "row-1", "row-2"]}))
     assert read_results([tmp_path])[0].unfinished == ["Unfinished: a, 1 of 3 examples."]
     assert [run.visits for run in stored_runs([tmp_path])] == [[visit(0)]]
+
+
+def plan(folder: Path, **rows: int) -> None:
+    content = {name: [f"row-{row}" for row in range(count)] for name, count in rows.items()}
+    (folder / "examples.json").write_text(json.dumps(content))
+
+
+def test_a_task_of_an_unfinished_run_stands_apart_until_it_is_whole(tmp_path: Path) -> None:
+    """One row of another dataset, of a run that was stopped, joined the mean over tasks and took
+    its interval away."""
+    whole = write_run(tmp_path / "whole", over(("hotpotqa",), 6, score=0.5))
+    plan(whole, hotpotqa=6)
+    stopped = write_run(tmp_path / "stopped", over(("trec",), 1, score=0.0), data={"trec": "1"})
+    plan(stopped, trec=6)
+
+    def mean(results: Results) -> tuple[float, int, bool]:
+        rows: Any = results.by_task
+        (row,) = rows[(rows["level"] == "all") & (rows["method"] == "lazy")].to_dict("records")
+        return row["score"], row["examples"], math.isnan(row["score_low"])
+
+    (results,) = read_results([tmp_path])
+    assert mean(results) == (50, 6, False)
+    assert results.unfinished == [
+        "Unfinished: stopped, 1 of 6 examples. No table counts its few_shot until it is whole."
+    ]
+    assert results.choices == []
+    # it has nothing to stand beside
+    (alone,) = read_results([stopped])
+    assert (mean(alone), alone.unfinished) == (
+        (0, 1, True),
+        ["Unfinished: stopped, 1 of 6 examples."],
+    )
+    write_run(stopped, over(("trec",), 6, score=0.0)[1:], data={"trec": "1"})
+    (results,) = read_results([tmp_path])
+    assert (mean(results), results.unfinished) == ((25, 12, False), [])
+
+
+def test_a_whole_run_counts_before_a_longer_unfinished_one(tmp_path: Path) -> None:
+    """What a stopped run has finished counts, and a failed answer leaves nothing unfinished."""
+    look = write_run(tmp_path / "look", over(("trec",), 2, score=1.0))
+    plan(look, trec=2)
+    visits = [*over(("hotpotqa",), 3, score=0.5), *over(("trec",), 5, score=0.5)]
+    visits[0].arms["lazy"] = FAILED
+    stopped = write_run(tmp_path / "stopped", visits, warmup=0)
+    plan(stopped, hotpotqa=3, trec=9)
+    (results,) = read_results([tmp_path])
+    lazy = results.counting[results.counting["method"] == "lazy"]
+    found = {name: (len(rows), {*rows["score"]}) for name, rows in lazy.groupby("dataset")}
+    assert found == {"trec": (2, {100.0}), "hotpotqa": (2, {50.0})}
+    assert results.unfinished[0].endswith(
+        "7 of 12 examples. No table counts its few_shot until it is whole."
+    )
+    assert "look, which is whole" in results.choices[0]
+
+
+def damage(tmp_path: Path) -> None:
+    """Four runs that are damaged in one file each, between two that are whole."""
+    for name in "abcdef":
+        plan(write_run(tmp_path / name, over(("trec",), 2), seed=ord(name)), trec=2)
+    (tmp_path / "a" / "run.json").write_text("{")
+    (tmp_path / "c" / "visits.jsonl").write_text("{}\n")
+    (tmp_path / "d" / "examples.json").write_text("[")
+    (tmp_path / "e" / "jobs.jsonl").write_text('{"event": "middle"}\n')
+
+
+NAMED = ["a/run.json: ", "c/visits.jsonl:1: ", "d/examples.json: ", "e/jobs.jsonl:1: "]
+
+
+def test_results_and_status_name_all_damaged_runs_and_show_the_whole_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(tmp_path)
+    assert cli.main(["results", str(tmp_path), "--json"]) == 1
+    shown = capsys.readouterr()
+    (row,) = [row for row in json.loads(shown.out) if row["method"] == "lazy"]
+    assert row["seeds"] == 2
+    assert [name for name in NAMED if name in shown.err] == NAMED
+    assert cli.main(["status", str(tmp_path), "--json"]) == 1
+    lines = {line["run"]: line for line in json.loads(capsys.readouterr().out)}
+    assert {name for name, line in lines.items() if line["state"] == "failed"} == set("acde")
+    assert all(name in lines[name[0]]["why"] for name in NAMED)
+    with pytest.raises(UserError) as refused:  # tables on disk would not say what they lack
+        read_results([tmp_path])
+    assert [name for name in NAMED if name in str(refused.value)] == NAMED
+
+
+def test_only_damaged_runs_are_no_results(tmp_path: Path) -> None:
+    damage(tmp_path)
+    with pytest.raises(UserError, match=r"c/visits.jsonl:1: .*no run with answers"):
+        read_results([tmp_path / "c"])
+    # what --where leaves out is not read
+    assert len(read_results([tmp_path / "b", tmp_path / "c"], ["seed=98"])) == 1
