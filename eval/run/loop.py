@@ -170,9 +170,9 @@ def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
 
     def write(done: int, dataset: str) -> None:
         nonlocal last
-        now = time.monotonic()
-        if now - last >= PROGRESS_EVERY_S or done == total:
-            last, each_s = now, (now - start) / done
+        time_now = time.monotonic()
+        if time_now - last >= PROGRESS_EVERY_S or done == total:
+            last, each_s = time_now, (time_now - start) / done
             progress = f"{done} of {total} examples ({dataset}), {60 / each_s:.3g} a minute"
             log.info("%s, ETA %.0f s", progress, each_s * (total - done))
 
