@@ -1,5 +1,6 @@
 """The picture of a run: a point for each arm of its table, named, where the numbers put it."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_names_of_arms_at_one_place_do_not_overlap() -> None:
     axes.figure.draw_without_rendering()
     boxes = sorted(text.get_window_extent().y0 for text in axes.texts)
     height = axes.texts[0].get_window_extent().height
-    assert min(b - a for a, b in zip(boxes, boxes[1:], strict=False)) > 0.8 * height
+    assert min(b - a for a, b in pairwise(boxes)) > 0.8 * height
 
 
 def test_picture_has_the_arms_and_numbers_of_the_table(

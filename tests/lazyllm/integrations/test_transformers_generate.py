@@ -461,9 +461,12 @@ def test_using_refuses_bad_methods() -> None:
     entered = list[str]()
     with pytest.raises(TypeError, match="expected a method such as"), lazyllm.using(MODEL, Lazy):  # type: ignore[arg-type]
         entered.append("a class")
-    with pytest.raises(ValueError, match="only 4 layers") as caught:
-        with lazyllm.using(MODEL, Lazy({5: 0.5})):
-            entered.append("a layer that is not there")
+    lacking = Lazy({5: 0.5})
+    with (
+        pytest.raises(ValueError, match="only 4 layers") as caught,
+        lazyllm.using(MODEL, lacking),
+    ):
+        entered.append("a layer that is not there")
     assert not entered
     assert "\n" not in str(caught.value)
     with pytest.raises(FloatingPointError, match="every token is forbidden"):
