@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_checks(method: Method) -> Counter[str]:
-    """Print a line for each check that holds, and for each reason why others fail: {it: how many}."""
+    """Print a line for each check that holds, and each reason once. Returns {reason: failures}."""
     failed = Counter[str]()
     for what, invariant, model, prompts in checks():
         try:
