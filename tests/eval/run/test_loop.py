@@ -141,7 +141,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, caplog
                 show(done, "needle")
         assert threads == threading.active_count()  # none redraws while arms are timed
         assert len(caplog.records) == lines
-        shown = f"{stderr.getvalue()}{caplog.text}"
+        shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stderr.getvalue()) + caplog.text
         assert ("2/3 needle" in shown) == (lines == 0)
         assert ("2 of 3 examples (needle)" in shown) == (lines == 3)
 
