@@ -179,7 +179,7 @@ def test_command_says_once_why_several_checks_fail(monkeypatch, capsys) -> None:
     kind = type(
         "Nowhere", (Halves,), {"score": lambda self, at, recorded: recorded[0] * float("nan")}
     )
-    monkeypatch.setattr(command, "MODELS", {name: command.MODELS["llama"] for name in "ab"})
+    monkeypatch.setattr(command, "MODELS", dict.fromkeys("ab", command.MODELS["llama"]))
     monkeypatch.setitem(METHODS, "nowhere", kind)
     assert command.main(["nowhere"]) == 1
     _, *lines = capsys.readouterr().out.splitlines()
