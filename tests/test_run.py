@@ -100,7 +100,7 @@ def test_demo_compares_the_methods_of_the_paper(capsys: pytest.CaptureFixture[st
     arms = ["baseline", "lazy", "static_pruning", "random_drop", "prompt_compression"]
     shown = [line.split()[0] for line in lines if line.split() and line.split()[0] in arms]
     assert shown[: len(arms)] == arms
-    assert "model=llama2" in lines[-1]
+    assert "LongBench, on a GPU" not in "".join(lines)
     (folder,) = Path("runs").glob("tiny-*")  # one folder, and the baseline once
     visits = read_visits(folder)
     assert [list(visit.answers) for visit in visits] == [arms] * 2

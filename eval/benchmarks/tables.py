@@ -15,6 +15,7 @@ from lazyllm.errors import UserError, reason_of
 
 csv.field_size_limit(sys.maxsize)  # a context may be longer than Python's limit
 KINDS = (".jsonl", ".json", ".csv", ".parquet")
+_LACK = UserError("not as many fields as the first line")
 
 
 def kind_of(file: str) -> str:
@@ -53,13 +54,19 @@ def _numbered(file: str, rows: list[Any]) -> list[tuple[str, Any]]:
 
 def _read_csv(file: str, text: str) -> list[tuple[str, Any]]:
     """As of `read_lines`, of a CSV file with a line of names. Raises csv.Error."""
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    names = reader.fieldnames or ()
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    names = next(reader, [])
     if len({*names}) < len(names):
         raise csv.Error("a name occurs twice in the first line")
     rows: list[tuple[str, Any]] = []
-    for row in reader:
-        is_whole = None not in row and None not in row.values()
-        lack = UserError("not as many fields as the first line")
-        rows.append((f"{file}:{reader.line_num}", row if is_whole else lack))
+    first = reader.line_num + 1  # of the next row, whose quoted fields may hold line ends
+    try:
+        for values in reader:
+            is_whole = len(values) == len(names)
+            row = dict(zip(names, values, strict=True)) if is_whole else _LACK
+            if values:
+                rows.append((f"{file}:{first}", row))
+            first = reader.line_num + 1
+    except csv.Error as error:
+        raise csv.Error(f"{error} in the row that begins in line {first}") from error
     return rows

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         start(work, arguments)
     finally:  # a job that failed does not hide the others
         if len(finished) > 1:
-            from eval.run.summary import show_together  # the jobs have imported it
+            from eval.run.finish import show_together  # the jobs have imported it
 
             show_together(finished)
     return 0
@@ -165,6 +165,16 @@ def _sweep_folder() -> Path:
     return Path(HydraConfig.get().sweep.dir) if is_sweep else RUNS
 
 
+class _Stderr:
+    """Writes to what `sys.stderr` is at the time, as a progress bar takes its place for a while."""
+
+    def write(self, text: str) -> None:
+        sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 @contextmanager
 def job() -> Iterator[None]:
     """The context of a job. In a sweep an error is logged, the other jobs go on, and the sweep
@@ -181,7 +191,7 @@ def job() -> Iterator[None]:
         level=logging.INFO,
         format="%(asctime)s %(message)s",
         datefmt="%H:%M:%S",
-        stream=sys.stderr,
+        stream=_Stderr(),
         force=True,
     )
     for chatty in ("absl", "httpx", "httpx2", "datasets", "fontTools", "matplotlib", "filelock"):

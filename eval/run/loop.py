@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, islice
 from pathlib import Path
@@ -61,9 +62,9 @@ def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
             stored = _stored(run, store)
             if not stored.answered:
                 raise FailedExamplesError(f"no answer: {stored.failures}")
-            from eval.run.summary import summarise  # not at the top: it imports pandas
+            from eval.run.finish import finish  # not at the top: it imports pandas
 
-            summarise(run, stored, trackers, show)
+            finish(run, stored, trackers, show)
     if run.skipped:
         where, reason = run.skipped[0]
         count = counted(len(run.skipped), "row")
@@ -144,25 +145,59 @@ def _measure(
     store: RunStore,
     trackers: Sequence[Tracker],
 ) -> None:
-    """Store each visit as soon as it is made, and log the progress."""
+    """Store each visit as soon as it is made, and show the progress."""
     if not planned:
         return
     log.info("warming up: %s of each arm", counted(warmup, "run"))
     bench.warm_up([prompt for prompt, _ in planned], warmup)
+    with _progress(len(planned)) as show:
+        for done, visit in enumerate(bench.visits(planned), start=1):
+            for label, failure in visit.failures.items():
+                log.warning("%s, row %s: %s failed: %s", *visit.key, label, failure.error)
+            store.append(visit)
+            for tracker in trackers:
+                tracker.visit(visit)
+            show(done, visit.dataset)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
+    """Give a function that shows the number of visits so far and the time left.
+
+    On a terminal it moves a bar, which nothing redraws while an arm is timed. Elsewhere it logs a
+    line every `PROGRESS_EVERY_S`.
+    """
     start = last = time.monotonic()
-    for done, visit in enumerate(bench.visits(planned), start=1):
-        for label, failure in visit.failures.items():
-            log.warning("%s, row %s: %s failed: %s", *visit.key, label, failure.error)
-        store.append(visit)
-        for tracker in trackers:
-            tracker.visit(visit)
+
+    def write(done: int, dataset: str) -> None:
+        nonlocal last
         time_now = time.monotonic()
-        if time_now - last >= PROGRESS_EVERY_S or done == len(planned):
+        if time_now - last >= PROGRESS_EVERY_S or done == total:
             last, each_s = time_now, (time_now - start) / done
-            progress = (
-                f"{done} of {len(planned)} examples ({visit.dataset}), {60 / each_s:.3g} a minute"
-            )
-            log.info("%s, ETA %.0f s", progress, each_s * (len(planned) - done))
+            progress = f"{done} of {total} examples ({dataset}), {60 / each_s:.3g} a minute"
+            log.info("%s, ETA %.0f s", progress, each_s * (total - done))
+
+    if not sys.stderr.isatty():
+        yield write
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn("examples"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
+        task = bar.add_task("", total=total)
+
+        def move(done: int, dataset: str) -> None:
+            left = (time.monotonic() - start) / done * (total - done)
+            text = f"{dataset}, {left:.0f} s left"
+            bar.update(task, completed=done, description=text, refresh=True)
+
+        yield move
 
 
 def _trace(bench: Bench, run: Run, untraced: Untraced, store: RunStore) -> None:

@@ -11,6 +11,7 @@ Notation:
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +30,11 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.generation import Generation, answer, check_method
 from lazyllm.engine.method import Method
+
+log = logging.getLogger(__name__)
 
 _ONE_SEQUENCE = (
     "one sequence grows token by token: leave it out, and sample (do_sample=True) for variety"
@@ -108,8 +112,10 @@ def using(model: PreTrainedModel, method: Method) -> Iterator[PreTrainedModel]:
     Refused: several rows (padded batches, `num_return_sequences`), beams, assistants, given caches,
     `inputs_embeds`, attentions and hidden states.
 
-    Nested contexts: the innermost wins. A call's own `custom_generate` wins over all. Raises
-    TypeError for anything but a model of transformers and a method.
+    Nested contexts: the innermost wins. A call's own `custom_generate` wins over all. A call of the
+    model itself, `model(**inputs)`, runs unpruned, and the first one logs a warning. Raises
+    TypeError for anything but a model of transformers and a method, and as `lazyllm.generate` for a
+    model or a method that cannot run.
     """
     if not isinstance(model, GenerationMixin):
         raise TypeError(
@@ -117,6 +123,8 @@ def using(model: PreTrainedModel, method: Method) -> Iterator[PreTrainedModel]:
             "torch.compile's), give the model inside"
         )
     check_method(method)
+    method.check(model.config)
+    check_same_as_model(model)  # here, as it calls the model
     changed: Any = model  # its own type knows no change
     users, generate_before = vars(model).get("generate"), changed.generate
 
@@ -129,10 +137,16 @@ def using(model: PreTrainedModel, method: Method) -> Iterator[PreTrainedModel]:
         decoding = _Decoding(method, given.get("streamer"), given.get("tokenizer"))
         return generate_before(*args, **kwargs, custom_generate=decoding)
 
-    changed.generate = generate
+    def warn(called: Any, _: Any) -> None:
+        hook.remove()
+        name = type(called).__name__
+        log.warning("%s(...) runs unpruned: within `using` only its `generate` prunes", name)
+
+    changed.generate, hook = generate, model.register_forward_pre_hook(warn)
     try:
         yield model
     finally:
+        hook.remove()
         del changed.generate
         if users is not None:
             changed.generate = users
@@ -223,7 +237,7 @@ class _Sampler:
 
     def sample(self, logits: Tensor) -> Tensor:
         """Sample outside inference mode, so that processors and results have ordinary tensors."""
-        refused = self.model.register_forward_pre_hook(_refuse_call)
+        refused = self.model.register_forward_pre_hook(_refuse_call, prepend=True)
         with torch.inference_mode(False), torch.no_grad(), refused:
             # [v] -> [1, v]; processors may write into it
             raw = logits[None].to(device=self.ids.device, dtype=torch.float32, copy=True)

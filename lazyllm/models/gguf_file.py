@@ -1,9 +1,8 @@
 """GGUF files as checkpoints: transformers reads each file once, and what it read is kept.
 
-transformers parses the metadata of a file four times, in 3 s each for 49,000 tokens, and makes its
-table of tensor names once a module. So `converted` keeps config and tokenizer, and `dequantised`
-the weights, as a checkpoint's folder below `cache_folder()`, by the file's SHA-256, the versions of
-the packages that read it, and the code that calls them.
+transformers would read the file at every load. So `converted` keeps config and tokenizer, and
+`dequantised` the weights, as a checkpoint's folder below `cache_folder()`, by the file's SHA-256,
+the versions of the packages that read it, and the code that calls them.
 """
 
 import hashlib
@@ -95,7 +94,8 @@ def _kept(file: Path, dtype: str | None = None) -> Path:
         with FileLock(f"{folder}.lock"):
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
             if not folder.is_dir():
-                log.info("reading %s into %s, once", file, folder)
+                what = "config and tokenizer" if dtype is None else f"weights in {dtype}"
+                log.info("reading %s of %s into %s, once", what, file, folder)
                 partial.mkdir()
                 try:
                     _fill(partial, file, about, dtype)

@@ -5,12 +5,14 @@ RoPE, the tokens that end a turn) or refused (other scalings of RoPE, tensors th
 by UserError.
 """
 
+import logging
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import gguf
@@ -26,10 +28,14 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
+from lazyllm.engine.devices import replaced
 from lazyllm.errors import UserError, reason_of
 
+log = logging.getLogger(__name__)
+
+PROGRESS_EVERY_S = 3.0  # between lines of progress
 _TRANSFORMERS = f"transformers {transformers.__version__}"
 _LINK = "model.gguf"
 # the end of a text, a turn, a message: llama.cpp ends an answer at each
@@ -44,13 +50,13 @@ _INSTEAD = "give a folder or a hub id with the checkpoint's safetensors"
 
 def convert(file: Path, folder: Path) -> str:
     """Write config, tokenizer and end tokens of a file to a folder; return its quantisation."""
-    reader, link = _checked(file), _linked(file, folder)
-    try:
-        config = AutoConfig.from_pretrained(folder, gguf_file=link.name)
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=link.name)
-    except Exception as error:  # each architecture's own
-        raise UserError(f"{file}: {_TRANSFORMERS} cannot read it ({reason_of(error)})") from error
-    link.unlink()
+    with _opened(file, folder) as reader:
+        try:
+            config = AutoConfig.from_pretrained(folder, gguf_file=_LINK)
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=_LINK)
+        except Exception as error:  # each architecture's own
+            reason = reason_of(error)
+            raise UserError(f"{file}: {_TRANSFORMERS} cannot read it ({reason})") from error
     _set_rope(config, reader, file)
     config._name_or_path = ""
     config.save_pretrained(folder)
@@ -64,42 +70,68 @@ def convert(file: Path, folder: Path) -> str:
 
 
 @contextmanager
+def _opened(file: Path, folder: Path) -> Iterator[Any]:
+    """Check a file and give its reader; transformers reads the file in the folder by the same.
+
+    Else transformers parses the file for config, tokenizer and weights each, and makes the table of
+    tensor names for each module.
+    """
+    link = folder / _LINK  # alone in its folder: transformers would read other files beside it too
+    link.symlink_to(file.absolute())
+    names: Any = gguf.get_tensor_name_map
+    with (
+        replaced(gguf, "GGUFReader", cache(_Reader)),
+        replaced(gguf, "get_tensor_name_map", cache(names)),
+        replaced(modeling_gguf_pytorch_utils, "tqdm", _log_progress),
+    ):
+        yield _checked(file, link)
+    link.unlink()
+
+
+def _log_progress(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
+    """Yield tensors, and log the share of their bytes that is done."""
+    whole, done, last = sum(tensor.n_bytes for tensor in tensors), 0, monotonic()
+    for tensor in tensors:
+        yield tensor
+        done += int(tensor.n_bytes)
+        if monotonic() - last >= PROGRESS_EVERY_S or done == whole:
+            last = monotonic()
+            log.info("%.0f %% of the weights are de-quantised", 100 * done / whole)
+
+
+@contextmanager
 def _in_silence() -> Iterator[None]:
     """Hide transformers' progress bars and its advice on packed weights."""
-    module: Any = modeling_gguf_pytorch_utils
-    bar, verbosity = module.tqdm, logging.get_verbosity()
-    has_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    module.tqdm = logging.tqdm  # so that this bar can be switched off too
+    verbosity = transformers_logging.get_verbosity()
+    has_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        module.tqdm = bar
-        logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
         if has_bars:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
 
 
 @_in_silence()
 def dequantise(file: Path, about: Path, dtype: str, folder: Path) -> None:
     """Write the model of a GGUF file into a folder, in a dtype. about: the folder of `convert`."""
-    link = _linked(file, folder)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            gguf_file=link.name,
-            config=AutoConfig.from_pretrained(about),
-            dtype=getattr(torch, dtype),
-            output_loading_info=True,
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # each architecture's own
-        raise UserError(f"{file} could not be loaded: {reason_of(error)}") from error
-    link.unlink()
-    model, info = loaded
-    unread = _unread(_checked(file), model)
+    with _opened(file, folder) as reader:
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                gguf_file=_LINK,
+                config=AutoConfig.from_pretrained(about),
+                dtype=getattr(torch, dtype),
+                output_loading_info=True,
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # each architecture's own
+            raise UserError(f"{file} could not be loaded: {reason_of(error)}") from error
+        model, info = loaded
+        unread = _unread(reader, model)
     missing = info["missing_keys"]
     for what, names in (
         ("lacks {} of the model's weights", missing),
@@ -114,13 +146,6 @@ def dequantise(file: Path, about: Path, dtype: str, folder: Path) -> None:
         shutil.copyfile(made, folder / made.name)
 
 
-def _linked(file: Path, folder: Path) -> Path:
-    """Link the file, alone in its folder: transformers would read other files beside it too."""
-    link = folder / _LINK
-    link.symlink_to(file.absolute())
-    return link
-
-
 class _Reader(gguf.GGUFReader):
     """The package's, but with plain arrays: slices of `numpy.memmap` take most of its time."""
 
@@ -133,13 +158,13 @@ class _Reader(gguf.GGUFReader):
         self._bytes = np.asarray(mapped)
 
 
-def _checked(file: Path) -> Any:
-    """Make the file's reader, after the checks of the whole file."""
+def _checked(file: Path, link: Path) -> Any:
+    """Make the file's reader, by the path that transformers gives, after the checks of the file."""
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
             raise UserError(f"{file} is not a GGUF file: it does not begin with the letters GGUF")
     try:
-        reader = _Reader(file)
+        reader: Any = gguf.GGUFReader(str(link))
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise UserError(
             f"{file} is damaged or cut off ({reason_of(error)}): download it again, and compare "

@@ -204,6 +204,24 @@ def test_a_csv_field_may_be_long_and_a_row_with_other_fields_is_named(
         loaded(file)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('5,"the harbour\nmaster\nsaid so"', r"rows\.csv:6: not as many fields"),
+        ('5,"the harbour\nmaster\nsaid so', r"rows\.csv: .*in the row that begins in line 6"),
+    ],
+)
+def test_a_csv_row_is_named_by_the_line_in_which_it_begins(
+    tmp_path: Path, row: str, message: str
+) -> None:
+    """Its text has three lines, and so has that of the row before; an empty line is no row."""
+    file = written(tmp_path, ".csv", [ROWS[0] | {"report": "aq copper.\nbq river.\ncq stone."}])
+    assert file.read_text().count("\n") == 4
+    file.write_text(file.read_text() + "\n" + row + "\n")
+    with pytest.raises(UserError, match=message):
+        loaded(file)
+
+
 PACKED = gzip.compress("".join(json.dumps(ROWS[0] | {"n": n}) + "\n" for n in range(50)).encode())
 
 

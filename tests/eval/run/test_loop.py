@@ -2,10 +2,13 @@
 
 import gc
 import gzip
+import io
 import json
 import logging
 import re
 import shutil
+import sys
+import threading
 import weakref
 from itertools import count
 from pathlib import Path
@@ -17,7 +20,9 @@ import torch
 
 import eval.run.bench
 from eval.cli import main
+from eval.run import loop
 from eval.run.bench import load_model
+from eval.run.job import job
 from eval.run.prepare import prepare
 from eval.store.folder import RunStore, read_visits
 from eval.store.results import Results
@@ -25,7 +30,7 @@ from lazyllm import Generation
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_weights
 from tests.eval.store.test_folder import full_disk
-from tests.runs import TINY, measured, small_config
+from tests.runs import TINY, checked, measured, small_config
 
 generate = eval.run.bench.generate
 
@@ -112,10 +117,64 @@ def test_comparison_is_one_folder_with_one_table_and_one_picture(
     assert folder == prepare(config).folder
     assert folder.name.startswith("tiny-two-lookup-")
     assert (folder / "summary.md").read_text().startswith("# tiny, two, lookup\n")
-    assert {file.name for file in (folder / "figures").iterdir()} == {"field.png"}
+    assert {file.name for file in (folder / "figures").iterdir()} == {"methods.png"}
     out = capsys.readouterr().out
-    files = (folder / "summary.md", folder / "figures" / "field.png")
+    files = (folder / "summary.md", folder / "figures" / "methods.png")
     assert all(f"  {file}" in out for file in files)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, caplog) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(loop, "PROGRESS_EVERY_S", 0)
+    monkeypatch.setenv("TERM", "xterm")
+    for stderr, lines in ((Terminal(), 0), (io.StringIO(), 3)):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        caplog.clear()
+        with loop._progress(3) as show:
+            threads = threading.active_count()
+            for done in (1, 2, 3):
+                show(done, "needle")
+        assert threads == threading.active_count()  # none redraws while arms are timed
+        assert len(caplog.records) == lines
+        shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stderr.getvalue()) + caplog.text
+        assert ("2/3 needle" in shown) == (lines == 0)
+        assert ("2 of 3 examples (needle)" in shown) == (lines == 3)
+
+
+def test_log_goes_where_a_progress_bar_puts_stderr(monkeypatch) -> None:
+    before, bar = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", before)
+    with job():
+        logging.info("first")
+        monkeypatch.setattr(sys, "stderr", bar)
+        logging.info("second")
+    assert before.getvalue().endswith(" first\n")
+    assert bar.getvalue().endswith(" second\n")
+    assert "first" not in bar.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_shown"),
+    [
+        ([], True),
+        (["dataset=lookup"], False),
+        (["arms=[lazy,fastkv]"], False),
+        (["method=fastkv"], False),
+        (["label=mine", "baseline=false"], False),
+    ],
+)
+def test_only_the_plain_run_ends_with_what_to_run_next(
+    changes: list[str], is_shown: bool, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quick = ["limit=1", "max_new_tokens=2", "warmup=0", "model.max_prompt_tokens=96"]
+    measured(checked(*changes, *quick), show=True)
+    assert ("model=llama2 method=lazy dataset=hotpotqa" in capsys.readouterr().out) == is_shown
 
 
 def test_run_without_a_baseline_has_a_table_and_no_picture(tmp_path: Path) -> None:

@@ -175,6 +175,25 @@ def test_docstring_examples_pass_the_command(
     assert failed == "1 failed"
 
 
+def test_command_says_once_why_several_checks_fail(monkeypatch, capsys) -> None:
+    kind = type(
+        "Nowhere", (Halves,), {"score": lambda self, at, recorded: recorded[0] * float("nan")}
+    )
+    monkeypatch.setattr(command, "MODELS", dict.fromkeys("ab", command.MODELS["llama"]))
+    monkeypatch.setitem(METHODS, "nowhere", kind)
+    assert command.main(["nowhere"]) == 1
+    _, *lines = capsys.readouterr().out.splitlines()
+    kept = "keeping every token gives the model's own output"
+    assert [line for line in lines if line.startswith("ok ")] == [
+        f"ok      a: {kept}",
+        f"ok      b: {kept}",
+    ]
+    (reason,) = (line for line in lines if line.startswith("failed "))
+    assert "halves: dropped the newest of 2 tokens" in reason
+    assert lines[-1] == "8 failed, 7 of them for a reason that stands above"
+    assert len(lines) == 4
+
+
 _FAULTS = """
 from dataclasses import dataclass
 from lazyllm.engine.decoder import run_layers

@@ -442,11 +442,33 @@ def test_using_refuses_a_wrapper_whose_own_model_would_generate() -> None:
         pass
 
 
+def test_call_of_the_model_itself_is_said_to_be_unpruned(caplog) -> None:
+    model = random_model("llama", 7, num_layers=4)
+    with torch.no_grad(), lazyllm.using(model, PRUNE):
+        model.generate(ids_of(LONG), max_new_tokens=2)
+        lazyllm.generate(model, LONG, PRUNE, 2)
+        assert not caplog.records
+        for _ in range(2):
+            model(ids_of(LONG))
+    with torch.no_grad():
+        model(ids_of(LONG))
+    assert [record.getMessage() for record in caplog.records] == [
+        "LlamaForCausalLM(...) runs unpruned: within `using` only its `generate` prunes"
+    ]
+
+
 def test_using_refuses_bad_methods() -> None:
+    entered = list[str]()
     with pytest.raises(TypeError, match="expected a method such as"), lazyllm.using(MODEL, Lazy):  # type: ignore[arg-type]
-        pass
-    with pytest.raises(ValueError, match="only 4 layers"):
-        ours(Lazy({5: 0.5}))
+        entered.append("a class")
+    lacking = Lazy({5: 0.5})
+    with (
+        pytest.raises(ValueError, match="only 4 layers") as caught,
+        lazyllm.using(MODEL, lacking),
+    ):
+        entered.append("a layer that is not there")
+    assert not entered
+    assert "\n" not in str(caught.value)
     with pytest.raises(FloatingPointError, match="every token is forbidden"):
         ours(
             PRUNE, logits_processor=LogitsProcessorList([lambda ids, scores: scores * float("nan")])

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 from time import sleep, time_ns
 from typing import Any
@@ -131,6 +132,49 @@ def test_what_was_read_is_read_once_and_by_what_determines_it(
         load(file)
     assert read == ["dequantise", "convert", "dequantise", "convert", "dequantise"]
     assert not list(cache.glob("*.partial"))
+
+
+def test_file_is_parsed_once_for_the_tokenizer_and_once_for_the_weights(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    """Each tensor is de-quantised once, the table of names is made once, and progress is logged."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(gguf_reading, "PROGRESS_EVERY_S", 0)
+    made = Counter[str]()
+
+    def count(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *args: (made.update([f"{owner.__name__}.{name}"]), plain(*args))[1]
+        )
+
+    file = write_gguf(tmp_path / "small.gguf", model_of("llama"), "Q4_1")
+    tensors = len(gguf.GGUFReader(file).tensors)
+    for owner, name in (
+        (gguf.GGUFReader, "__init__"),
+        (gguf.TensorNameMap, "__init__"),
+        (gguf, "dequantize"),
+        (hashlib, "file_digest"),
+    ):
+        count(owner, name)
+    gguf_reading._readable()  # de-quantises a block of each kind, once a process
+    made.clear()
+    about = gguf_file.converted(file)
+    assert made.pop("hashlib.file_digest") == 1
+    assert made == {"GGUFReader.__init__": 1}
+    gguf_file.dequantised(file, "float32")
+    del made["hashlib.file_digest"]  # again, as the file is younger than a few seconds
+    assert made == {
+        "GGUFReader.__init__": 2,
+        "TensorNameMap.__init__": 1,
+        "gguf.dequantize": tensors,
+    }
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("lazyllm")]
+    assert told[0] == f"reading config and tokenizer of {file} into {about}, once"
+    assert told[1] == f"reading weights in float32 of {file} into {about}-float32, once"
+    shares = [float(line.split(" %")[0]) for line in told[2:]]
+    assert shares == sorted(shares)
+    assert (len(shares), shares[-1]) == (tensors, 100)
 
 
 def test_a_process_that_dies_while_it_writes_leaves_nothing_that_is_read(

@@ -1,4 +1,4 @@
-"""The table of a measured run, and its pictures: in its folder, on the screen and in W&B."""
+"""The end of a run: its table and its pictures, in its folder, on the screen and in W&B."""
 
 import logging
 from collections.abc import Sequence
@@ -14,26 +14,35 @@ from lazyllm.files import write_whole
 
 log = logging.getLogger(__name__)
 
+_NEXT = (
+    "A first look at a checkpoint on LongBench, on a GPU:",
+    "  python run.py model=llama2 method=lazy dataset=hotpotqa",
+)
 
-def summarise(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bool) -> None:
+
+def finish(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bool) -> None:
     """Write the run's table and its pictures into its folder, and show them in W&B. show: print
     the table too.
     """
     results, folder = Results([stored]), run.folder
-    table = run_table(results, ", ".join([stored.model, run.title]))
+    title = ", ".join([stored.model, run.title])
+    table = run_table(results, title)
     write_whole(folder / "summary.json", run_json(table, {**run.about, "identity": run.identity}))
     write_whole(folder / "summary.csv", table.to_csv())
     write_whole(folder / "summary.md", table.to_page())
     pictures = list[Path]()
-    is_tracked = run.config.tracker.name != "none"
-    if is_tracked or (run.baseline is not None and len(run.arms) > 2):  # a picture compares methods
-        from eval.analysis.style import save  # not at the top: matplotlib is slow to import
+    if run.baseline is not None and len(run.arms) > 2:  # a picture compares methods
+        from eval.run.picture import save_picture  # not at the top: matplotlib is slow to import
+
+        stem = folder / "figures" / "methods"
+        pictures += save_picture(stored, table.frame, title, stem)
+    if run.config.tracker.name != "none":
+        from eval.analysis.style import save
         from eval.analysis.table import figures
         from eval.report.content import content_of
 
-        chosen = figures() if is_tracked else {"field": figures()["field"]}
-        for one in content_of(results, {}, chosen).pictures:
-            pictures += save(one.drawn, folder / "figures" / one.name, ["png"])
+        for picture in content_of(results, {}, figures()).pictures:
+            pictures += save(picture.drawn, folder / "figures" / picture.name, ["png"])
     for tracker in trackers:
         tracker.finish(results, table, pictures)
     log.info("visits, summary.json, .csv and .md are in %s", folder)
@@ -41,10 +50,16 @@ def summarise(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bo
         screen = console()
         screen.print(table.to_rich(screen.width))
         lines = ["Files:", *(f"  {path}" for path in (folder / "summary.md", *pictures))]
-        if stored.model == "tiny":
-            lines.append("A first look at a checkpoint on LongBench, on a GPU:")
-            lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
+        if _is_first_run(run):
+            lines += _NEXT
         screen.print("\n".join(lines), highlight=False)
+
+
+def _is_first_run(run: Run) -> bool:
+    """Say whether this is `python run.py` as a newcomer gives it: tiny, LazyLLM, embedded rows."""
+    labels = [arm.label for arm in run.arms]
+    is_plain = not run.config.dataset and labels == ["baseline", "lazy"]
+    return is_plain and run.config.model.name == "tiny"
 
 
 def show_together(runs: Sequence[StoredRun]) -> None:
