@@ -3,6 +3,7 @@ ranges of lengths.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,17 +20,27 @@ PAPER_SPEEDUP = "table1"  # the speedup of arms that were solved for the paper's
 SECTION = ["model", "suite"]
 SETTING = [*SECTION, "method", "settings", "label"]
 KLS = ("answer_kl", "gold_kl", "kl")  # the first that was measured ranks methods
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 PROMPT_ENDS = (512, 1024, 2048, 4096, 8192)  # upper ends of the ranges of prompt lengths
 
 
 def in_order(frame: Any) -> Any:
-    """Settings sorted by model, suite, method and label, the method's plain one first."""
+    """Settings sorted by model, suite, method and label (2x before 2.5x, layer 8 before 10), the
+    method's plain one first.
+    """
     order = sorted(frame["method"].unique(), key=place_of).index
     ordered = frame.assign(
-        order=frame["method"].map(order), is_named=frame["label"] != frame["method"]
+        order=frame["method"].map(order),
+        is_named=frame["label"] != frame["method"],
+        padded=frame["label"].str.replace(_NUMBER, _pad, regex=True),
     )
-    ordered = ordered.sort_values([*SECTION, "order", "is_named", "label"], kind="stable")
-    return ordered.drop(columns=["order", "is_named"])
+    ordered = ordered.sort_values([*SECTION, "order", "is_named", "padded"], kind="stable")
+    return ordered.drop(columns=["order", "is_named", "padded"])
+
+
+def _pad(number: re.Match[str]) -> str:
+    """Write a number in one width, so that texts sort as numbers do."""
+    return f"{float(number[0]):020.6f}"
 
 
 def overall(results: Results) -> Any:
