@@ -194,7 +194,16 @@ def job() -> Iterator[None]:
         stream=_Stderr(),
         force=True,
     )
-    for chatty in ("absl", "httpx", "httpx2", "datasets", "fontTools", "matplotlib", "filelock"):
+    for chatty in (
+        "hydra",
+        "absl",
+        "httpx",
+        "httpx2",
+        "datasets",
+        "fontTools",
+        "matplotlib",
+        "filelock",
+    ):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         yield

@@ -55,7 +55,7 @@ def test_tables_do_not_depend_on_the_order_of_runs() -> None:
 
 
 def test_tables_name_random_weights() -> None:
-    visits = over(("hops",), kl=0.1, prefill_flops=50, baseline={"prefill_flops": 100})
+    visits = over(("hops",), kl=0.1, prefill_flops=50, baseline={"prefill_flops": 75})
     settings = ({"speedup": "table1"}, {"speedup": 1.5})
     results = Results([stored(visits, "lazy", one, load_format="dummy") for one in settings])
     # no ablation, no column for models
