@@ -60,12 +60,13 @@ warnings.filterwarnings(
 
 
 def register(arguments: Sequence[str], kind: type[Settings] = RunConfig) -> None:
-    """Give Hydra the settings' defaults, the text of `--help`, and a choice for each method, preset
-    and given path.
+    """Give Hydra the settings' defaults, the texts of `--help`, and a choice for each method,
+    preset and given path.
 
     `method=NAME` chooses the method's hyperparameters with their defaults. A method that cannot be
     used is refused only if it is chosen.
     """
+    OmegaConf.register_new_resolver("names", names, replace=True)
     OmegaConf.register_new_resolver("settings", lambda: _help(kind), replace=True)
     ConfigStore.instance().store(name="settings", node=_defaults(kind))
     for name in PRESETS:
@@ -231,7 +232,7 @@ def to_settings(config: DictConfig, kind: type[Config] = RunConfig) -> Config:
 
 
 def names() -> str:
-    """List what `run` knows by name, for `--list`."""
+    """List what `run` knows by name, for `--list` and `--help`."""
     groups: dict[str, set[str]] = {
         "model": {*PRESETS},
         "dataset": {*CHOICES, *shipped_descriptions()},
