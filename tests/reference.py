@@ -10,20 +10,19 @@ transformers' own forward pass and to selections by hand.
 
 Decided here, because the paper leaves it open:
 
- 1. An answer's last token is never run. That holds for an end token too.
- 2. The newest token always stays: the prompt's last one in the prefill, and the newest generated
- one in decoding. 3. A step selects `ceil(ratio * c)` of the c prompt tokens that entered the layer
- in this step. In the prefill the
-    newest token is among them.
- 4. Generated tokens stay and do not count. With `prune_generated` all but the newest one are
- candidates and count. 5. `revive=False`: decoding uses what the prefill selected, and nothing is
- selected again. Nothing waits in the Aux
-    Cache.
- 6. RoPE that depends on the length: a token keeps the length of the text in the step in which it
-     entered layer 1.
- 7. Bytes are of what is held, not of what is reserved: keys and values in the model's dtype, of
-     each layer and head;
-    hidden states at boundaries. A token that has not run holds nothing.
+1. An answer's last token is never run. That holds for an end token too.
+2. The newest token always stays: the prompt's last one in the prefill, and the newest generated one
+   in decoding.
+3. A step selects `ceil(ratio * c)` of the c prompt tokens that entered the layer in this step. In
+   the prefill the newest token is among them.
+4. Generated tokens stay and do not count. With `prune_generated` all but the newest one are
+   candidates and count.
+5. `revive=False`: decoding uses what the prefill selected, and nothing is selected again. Nothing
+   waits in the Aux Cache.
+6. RoPE that depends on the length: a token keeps the length of the text in the step in which it
+   entered layer 1.
+7. Bytes are of what is held, not of what is reserved: keys and values in the model's dtype, of each
+   layer and head; hidden states at boundaries. A token that has not run holds nothing.
 
 Notation: `N` prompt tokens, `L` layers, `H` query heads, `G` key/value heads, `d` head width, `D`
 model width, `V` vocabulary. Layers and pruning layers are counted from 1, positions from 0.
