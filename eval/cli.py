@@ -40,7 +40,6 @@ COMMANDS = {
         "eval.analysis.screen",
         "show results on one screen: a row for each model, suite and method",
     ),
-    "score": ("eval.score", "score a folder of answers written by LongBench's pred.py"),
     "paper": (
         "eval.report.write",
         "make all tables and figures, and a page of them, from stored runs, without a model",

@@ -27,7 +27,7 @@ FLOORS = [
     ["lazyllm"],
     ["lazyllm.check", "eval.benchmarks"],
     ["eval.config"],
-    ["eval.arms", "eval.compose", "eval.score", "eval.store"],
+    ["eval.arms", "eval.compose", "eval.store"],
     ["eval.analysis"],
     ["eval.report"],
     ["eval.run"],

@@ -34,7 +34,6 @@ def is_texts(value: Any) -> bool:
 
 TEXT: Check = is_text, "a string"
 FILLED: Check = lambda value: is_text(value) and value.strip(), "a string that is not empty"
-TEXTS: Check = is_texts, "a list of strings"
 CLASSES: Check = lambda value: value is None or is_texts(value), "a list of strings or null"
 
 _FIELDS: dict[str, Check] = {

@@ -4,9 +4,8 @@ fixes it.
     lazyllm-bench doctor                                # for Llama 2 on LongBench
     lazyllm-bench doctor model=llama2,xgen dataset=all  # for a run or a sweep, by its arguments
 
-Nothing is downloaded, and no network is needed. A GGUF file is read. torch is imported only on a
-GPU, as operators name its attention kernel, for a GGUF file that is new here, and on a CPU where
-`model.dtype=auto` has to measure a product.
+Nothing is downloaded, and no network is needed. A GGUF file is read. torch is imported only for a
+GGUF file that is new here, and on a CPU where `model.dtype=auto` has to measure a product.
 `missing`: the run needs it and would not find it (exit code 2). `not needed`: the run works without
     it.
 """
@@ -26,9 +25,9 @@ from eval.run.check import choose_data, models_of, read_rows, spec_of, suite_of
 from eval.run.job import jobs_of
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError, parser_of
-from lazyllm.machine import machine_warnings, torch_build
+from lazyllm.machine import torch_build
 from lazyllm.models.checkpoint import HubError, check_weights, read_config
-from lazyllm.models.dtype import UNNAMED, choose_dtype
+from lazyllm.models.dtype import choose_dtype
 from lazyllm.models.tokenizers import tokenizer_file, tokenizer_of
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import ModelSpec
@@ -118,30 +117,6 @@ def check_dtype(specs: Collection[ModelSpec], gpu: list[str] | None) -> State:
         except UserError:  # `check_model` says why
             found.append(f"{spec.name}: known once its config is here")
     return OK, "; ".join(found)
-
-
-def check_attention(gpu: list[str] | None, fits: bool, spec: ModelSpec) -> State:
-    """The kernel that attention runs with the default settings of `model`. fits: torch fits the
-    driver.
-    """
-    if gpu is None:
-        return OK, "sdpa runs PyTorch's flash attention for CPUs"
-    if not fits:
-        return NOT_NEEDED, "its kernel is known once torch fits"
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention as attend
-
-    from lazyllm.measuring import attention_events, attention_kernel
-
-    try:
-        dtype, _ = dtype_of(spec, gpu)
-    except UserError:  # its config is not here
-        dtype = UNNAMED
-    part = torch.rand(1, 8, 1024, 128, device="cuda", dtype=getattr(torch, dtype))
-    kernel = attention_kernel(attention_events(lambda: attend(part, part, part, is_causal=True)))
-    return OK, ". ".join(
-        [f"sdpa runs {kernel}", *machine_warnings(gpu[0], [kernel], float("nan"), dtype)]
-    )
 
 
 def fault_of(spec: ModelSpec) -> UserError | None:
@@ -309,7 +284,6 @@ def examine(arguments: Sequence[str]) -> dict[str, State]:
         "torch": lambda: check_torch(gpu),
         "GPU": lambda: check_gpu(gpu, largest_gigabytes(runs, gpu)),
         "dtype": lambda: check_dtype(main_specs, gpu),
-        "attention": lambda: check_attention(gpu, states["torch"][0] == OK, spec_of(runs[0])),
         "disk": lambda: check_disk(absent),
         "token": lambda: check_token(absent),
         **{spec.name: partial(check_model, spec, fault) for spec, fault in faults.items()},

@@ -11,7 +11,6 @@ import torch
 
 from eval.analysis.run_table import run_table
 from eval.report.page import warnings
-from eval.run import doctor
 from eval.store.record import Visit
 from eval.store.results import Results
 from eval.store.runs import StoredRun
@@ -235,12 +234,3 @@ def test_table_of_runs_names_each_caution_of_all_runs_once() -> None:
     assert len(one.warnings) == 1  # the other one has two
     assert [caption.count(f"Caution: {sentence}.") for sentence in other.warnings] == [1, 1]
     assert f"by its operators: {FLASH_2}." in caption
-
-
-def test_doctor_names_the_kernel_on_a_cpu_and_waits_for_torch_on_a_gpu() -> None:
-    spec = ModelSpec("tiny")
-    assert doctor.check_attention(None, True, spec) == (
-        "ok",
-        "sdpa runs PyTorch's flash attention for CPUs",
-    )
-    assert doctor.check_attention([H100, "580", "81920 MiB"], False, spec)[0] == "not needed"

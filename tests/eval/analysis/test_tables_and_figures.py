@@ -63,7 +63,7 @@ def test_tables_name_random_weights() -> None:
         assert "tiny (embedded, random weights)" in set(TABLES[name](results).cells["model"]), name
 
 
-@pytest.mark.parametrize("name", ["figure5", "figure6", "figure7", "field", "mechanism"])
+@pytest.mark.parametrize("name", ["figure5", "figure6", "figure7", "mechanism"])
 @pytest.mark.parametrize("changed", [{"revive": False}, {"prune_generated": True}])
 def test_figures_leave_out_ablations(name: str, changed: dict[str, Any], tmp_path: Path) -> None:
     """Neither alone nor with more examples than the method itself."""
@@ -85,8 +85,7 @@ def test_figures_leave_out_ablations(name: str, changed: dict[str, Any], tmp_pat
 def test_a_mean_over_fewer_tasks_is_not_drawn_beside_others() -> None:
     both = over(("trec", "lcc"))
     runs = [stored(both, settings={"speedup": 2.0}), stored(both[:2], settings={"speedup": 3.0})]
-    frames: Any = [FIGURES[name].data(Results(runs)) for name in ("field", "figure5")]
-    for means in (frames[0], frames[1].query("task == 'all'")):
-        assert set(means["label"].dropna()) == {"lazy, speedup=2x"}
-    task = frames[1].query("task == 'few_shot' and source == 'measured'")
+    frame: Any = FIGURES["figure5"].data(Results(runs))
+    assert set(frame.query("task == 'all'")["label"].dropna()) == {"lazy, speedup=2x"}
+    task = frame.query("task == 'few_shot' and source == 'measured'")
     assert set(task["label"]) == {"lazy, speedup=2x", "lazy, speedup=3x"}  # its own task is drawn

@@ -15,7 +15,7 @@ IMPORTS = """
 import sys, types
 sys.modules["lazyllm"] = package = types.ModuleType("lazyllm")
 package.__path__ = ["lazyllm"]
-import eval.benchmarks.prompts, eval.score
+import eval.benchmarks.prompts
 heavy = {"torch", "transformers", "pandas", "numpy", "datasets", "pyarrow", "hydra"}
 heavy |= {"huggingface_hub", "rouge_score"}
 print(sorted(heavy & set(sys.modules)))
