@@ -22,7 +22,7 @@ CHINESE_DATASETS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_ret
 _SCORED = {
     name: each
     for name, each in DATASETS.items()
-    if each.metric in {one.metric for one in longbench.DATASETS}
+    if each.metric in {dataset.metric for dataset in longbench.DATASETS}
 }
 
 
@@ -58,13 +58,12 @@ def score_folder(path: str | Path) -> dict[str, Any]:
         name: _read(files[name], dataset) for name, dataset in _SCORED.items() if name in files
     }
     if not predictions:
-        beside = f", only {', '.join(ignored)}, which are not scored here" if ignored else ""
+        note = f", only {', '.join(ignored)}, which are not scored here" if ignored else ""
         raise UserError(
-            f"{folder}: no <dataset>.jsonl to score{beside}; known datasets are "
-            f"{', '.join(_SCORED)}"
+            f"{folder}: no <dataset>.jsonl to score{note}; known datasets are {', '.join(_SCORED)}"
         )
     datasets = [_score(DATASETS[name], rows) for name, rows in predictions.items()]
-    scores, tasks = {one["dataset"]: one["score"] for one in datasets}, list[dict[str, Any]]()
+    scores, tasks = {entry["dataset"]: entry["score"] for entry in datasets}, list[dict[str, Any]]()
     for suite in SUITES.values():
         for task in suite.all_tasks:
             names = [dataset.name for dataset in suite.datasets if dataset.task == task]
@@ -135,9 +134,9 @@ def as_text(scores: Mapping[str, Any]) -> str:
     """The results as a plain text table."""
     lines = [f"{'dataset':24}{'task':16}{'metric':16}{'rows':>9}{'score':>8}  rouge-score"]
     for entry in scores["datasets"]:
-        beside = "" if entry["rouge_score"] is None else f"{entry['rouge_score']:.2f}"
+        rouge = "" if entry["rouge_score"] is None else f"{entry['rouge_score']:.2f}"
         lines.append(
-            "{dataset:24}{task:16}{metric:16}{rows:>9}{score:>8.2f}  ".format(**entry) + beside
+            "{dataset:24}{task:16}{metric:16}{rows:>9}{score:>8.2f}  ".format(**entry) + rouge
         )
     lines.append(f"\n{'task':24}{'suite':32}{'datasets':>9}{'score':>8}")
     for entry in scores["tasks"]:

@@ -66,9 +66,9 @@ def field(results: Results) -> Rows:
         "-" if label == method else label.removeprefix(f"{method}, ") for label, method in named
     ]
     names = [columns.place_of(name)[1] for name in frame["method"]]
-    shown = frame.assign(name=names, setting=settings, scoring_share=scoring.where(scoring > 0))
+    display = frame.assign(name=names, setting=settings, scoring_share=scoring.where(scoring > 0))
     values = {"unsolved": f" {columns.unsolved(frame)}".rstrip()}
-    return Rows(frame, cells(shown, measured(_FIELD, frame), results), keys=3, values=values)
+    return Rows(frame, cells(display, measured(_FIELD, frame), results), keys=3, values=values)
 
 
 def data(results: Results) -> pd.DataFrame:
@@ -80,7 +80,7 @@ def data(results: Results) -> pd.DataFrame:
     """
     frame: Any = style.as_published(overall(results))
     frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
-    frame = style.of_all_tasks(frame)
+    frame = style.drop_partial_means(frame)
     is_alone = ~frame.duplicated([*SECTION, "method"], keep=False)
     frame = frame.assign(on_curve=columns.targets_of(frame).notna() | is_alone)
     values = forms("relative_score", "ttft_speedup", "ideal_ttft_speedup")

@@ -128,9 +128,9 @@ def test_picture_shows_every_cell(tmp_path: Path) -> None:
 def test_picture_writes_any_token() -> None:
     written = texts(plot(mechanism_frame(small_trace(generated=["$x_1$", "\n\t", "F"]))))
     assert {"A", "$B$", "C↵", "$x_1$", "↵⇥"} <= {*written}
-    assert mechanism._shown(" ") == "␣"
-    assert mechanism._shown("abcdefghijklmnop") == "abcdefghijk…"
-    assert mechanism._shown(float("nan")) == "␣"  # an empty text of a CSV
+    assert mechanism._shorten(" ") == "␣"
+    assert mechanism._shorten("abcdefghijklmnop") == "abcdefghijk…"
+    assert mechanism._shorten(float("nan")) == "␣"  # an empty text of a CSV
 
 
 def test_picture_without_texts_numbers_the_tokens() -> None:

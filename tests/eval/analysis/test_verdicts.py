@@ -188,7 +188,7 @@ def test_every_claim_names_what_there_is(tmp_path: Path) -> None:
     shown = tables().keys() | figures().keys()
     for one in claims():
         assert one.judged(section).decides, one.claim
-        assert one.shown in shown, one.claim
+        assert one.exhibit in shown, one.claim
         assert bool(one.tolerance) != bool(one.holds), one.claim
         assert not one.tolerance or (
             one.paper and one.tolerance.split()[1] in ("%", "points", "point")
