@@ -139,9 +139,9 @@ def test_bad_folder_or_line_ends_with_one_message_and_code_2(tmp_path, capsys, f
     for name, rows in files.items():
         write(tmp_path, name, *rows)
     assert main(["score", str(tmp_path)]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert re.fullmatch(f"error: {tmp_path}.*{reason}.*\n", shown.err)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(f"error: {tmp_path}.*{reason}.*\n", captured.err)
 
 
 def test_command_prints_a_table_and_json(tmp_path, capsys):
@@ -151,6 +151,8 @@ def test_command_prints_a_table_and_json(tmp_path, capsys):
     assert "qasper single_doc_qa f1 2 50.00" in lines
     assert "single_doc_qa longbench 1 of 3 50.00 without narrativeqa, multifieldqa_en" in lines
     assert main(["score", str(tmp_path), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["datasets"][0]["dataset"] == "qasper"
-    assert shown["datasets"][0]["score"] == shown["tasks"][0]["score"] == dataset_score([1.0, 0.0])
+    scores = json.loads(capsys.readouterr().out)
+    assert scores["datasets"][0]["dataset"] == "qasper"
+    assert (
+        scores["datasets"][0]["score"] == scores["tasks"][0]["score"] == dataset_score([1.0, 0.0])
+    )
