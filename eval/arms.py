@@ -139,11 +139,15 @@ class Arm:
         `shown_parameters`; so is the one that the speedup gives.
         """
         kind, written = self.kind, {"name": name_of(self.name)}
-        shown = ("seed", *kind.shown_parameters, *(() if self.solves else (kind.target_parameter,)))
+        always_written = (
+            "seed",
+            *kind.shown_parameters,
+            *(() if self.solves else (kind.target_parameter,)),
+        )
         given = {**self.hyperparameters, **(kind.table1 if self.speedup == PAPER else {})}
         for key, default in settings_of(kind).items():
             value = given.get(key, default)
-            if value is not MISSING and (key in shown or value != default):
+            if value is not MISSING and (key in always_written or value != default):
                 written[key] = value
         return written
 

@@ -183,7 +183,7 @@ def tune(config: TuneConfig) -> Path:
     with held_and_released(as_device(run.spec.device)):
         drawn = partial(
             draw,
-            lambda one: replace(method, schedule=one).ideal_speedup(shape, tokens),
+            lambda schedule: replace(method, schedule=schedule).ideal_speedup(shape, tokens),
             target,
             depth,
         )
@@ -235,7 +235,7 @@ def _measure(
     if measured.failed:
         raise FailedExamplesError(measured.failures)
     answers: Any = [visit.answers["tuned"] for visit in measured.visits if "tuned" in visit.answers]
-    return mean(one.answer_kl for one in answers), mean(one.gold_kl for one in answers)
+    return mean(answer.answer_kl for answer in answers), mean(answer.gold_kl for answer in answers)
 
 
 def command_of(arm: ArmSettings, schedule: Schedule) -> str:

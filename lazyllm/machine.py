@@ -160,16 +160,16 @@ def device_name(device: torch.device) -> str:
 
 def processor_name() -> str:
     """Read the name of the CPU."""
-    name = _of_processor("model name")
+    name = _read_cpuinfo("model name")
     return name or platform.processor() or platform.machine()
 
 
 def processor_flags() -> set[str]:
     """Read the names of the CPU's sets of instructions, if the system is Linux."""
-    return {*_of_processor("flags", "Features").split()}
+    return {*_read_cpuinfo("flags", "Features").split()}
 
 
-def _of_processor(*names: str) -> str:
+def _read_cpuinfo(*names: str) -> str:
     """Read a line of Linux's /proc/cpuinfo; "" without one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -239,8 +239,8 @@ def tokens_kept(keep: float, n: int) -> int:
 
 def without_window(hand: HandModel, layers: Iterable[int]) -> list[int]:
     """Those of `layers` that have no sliding window; all of them if each has one (48)."""
-    asked = list(layers)
-    return [layer for layer in asked if hand.windows[layer - 1] is None] or asked
+    all_layers = list(layers)
+    return [layer for layer in all_layers if hand.windows[layer - 1] is None] or all_layers
 
 
 def pooled(values: Sequence[float], width: int, pooling: str = "average") -> list[float]:
@@ -421,7 +421,7 @@ def look_ahead(
         newest, queries = run_token(hand, cache, token, n - 1 + len(tokens))
         steps.append(queries)
 
-    of_query = []
+    query_scores = []
     for ahead, queries in enumerate(steps):
         rows = []
         for layer in without_window(hand, queries):
@@ -438,8 +438,10 @@ def look_ahead(
                     ):
                         row[p] = probability
                 rows.append(pooled(row, width))
-        of_query.append([max(row[p] for row in rows) for p in range(n)])
-    return {p: sum(scores[p] for scores in of_query) / len(of_query) for p in range(n)}, tokens
+        query_scores.append([max(row[p] for row in rows) for p in range(n)])
+    return {
+        p: sum(scores[p] for scores in query_scores) / len(query_scores) for p in range(n)
+    }, tokens
 
 
 def specprefill(
@@ -768,8 +770,8 @@ def promptdistill(
                 float(hand.attention_logits(query[head], keys[head][None])[0])
                 for head in range(hand.num_heads)
             ]
-            own = 0.0 if p == n - 1 else sum(logits)
-            raw.append(own if hand.sees(layer, n - 1, p) else -float("inf"))
+            score = 0.0 if p == n - 1 else sum(logits)
+            raw.append(score if hand.sees(layer, n - 1, p) else -float("inf"))
         out.scores[layer] = dict(zip(sorted(kv), pooled(raw, pool), strict=True))
         out.selected[layer] = out.best(out.scores[layer], counts[layer] + 1, [n - 1])
         hidden = {p: hidden[p] for p in out.selected[layer]}

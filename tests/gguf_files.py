@@ -43,10 +43,10 @@ def model_of(kind: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
         case "qwen2":
             model = Qwen2ForCausalLM(Qwen2Config(**(_SIZES | settings)))
         case _:
-            own = dict(
+            changes = dict(
                 head_dim=16, num_hidden_layers=7, sliding_window=32, query_pre_attn_scalar=256
             )
-            model = Gemma3ForCausalLM(Gemma3TextConfig(**(_SIZES | own | settings)))
+            model = Gemma3ForCausalLM(Gemma3TextConfig(**(_SIZES | changes | settings)))
     with torch.no_grad():
         for name, part in model.named_parameters():
             if part.dim() == 1:  # random models have zeros or ones here, which hide mistakes
@@ -94,7 +94,7 @@ def write_gguf(
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, part in model.named_parameters():
         stem, _, suffix = name.rpartition(".")
-        values, own = part.detach().float().numpy(), f"{table.get_name(stem)}.{suffix}"
+        values, tensor_name = part.detach().float().numpy(), f"{table.get_name(stem)}.{suffix}"
         if kind == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             values = (
@@ -102,11 +102,11 @@ def write_gguf(
             )
         if kind == "gemma3" and "norm" in name:
             values = values + 1
-        if own == leave_out:
+        if tensor_name == leave_out:
             continue
-        asked = Kind[quantisation] if part.dim() > 1 else Kind.F32
-        data = values if asked == Kind.F32 else gguf.quantize(values, asked)
-        writer.add_tensor(own, data, raw_dtype=asked)
+        tensor_kind = Kind[quantisation] if part.dim() > 1 else Kind.F32
+        data = values if tensor_kind == Kind.F32 else gguf.quantize(values, tensor_kind)
+        writer.add_tensor(tensor_name, data, raw_dtype=tensor_kind)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -58,12 +58,12 @@ class HubServer:
     """repositories: by hub id. others: content by path, for other sites (LongBench's templates on
     GitHub).
 
-    asked: (method, path) of every request.
+    requests: (method, path) of every request.
     """
 
     repositories: dict[str, Repository]
     others: dict[str, bytes] = field(default_factory=dict)
-    asked: list[tuple[str, str]] = field(default_factory=list)
+    requests: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(self))
@@ -157,7 +157,7 @@ def handler_of(hub: HubServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path, status = unquote(urlsplit(self.path).path), 200
-            hub.asked.append((self.command, path))
+            hub.requests.append((self.command, path))
             try:
                 body, headers = hub.answer(
                     path, self.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -736,8 +736,8 @@ def random_variant(
 
     In float64, to be run within `casts_in_float64`, in which its constants are made too.
     """
-    model_type, own = VARIANTS[name]
-    return _random(model_type, SMALL | own | overrides, seed, attn_implementation, dtype)
+    model_type, changes = VARIANTS[name]
+    return _random(model_type, SMALL | changes | overrides, seed, attn_implementation, dtype)
 
 
 def attention_of(variant: str) -> str:

@@ -58,15 +58,15 @@ def missing(run: StoredRun) -> Iterator[str]:
 
 
 def wrong_scores(run: StoredRun) -> Iterator[str]:
-    for one in (made for made in run.visits if not leaves_out_texts(made)):
-        dataset = DATASETS[one.dataset]
+    for example in (made for made in run.visits if not leaves_out_texts(made)):
+        dataset = DATASETS[example.dataset]
         # visits lack the class names
-        classes = classes_of(one.dataset)[one.id] if needs_classes(dataset) else None
-        for arm, stored in one.answers.items():
-            score = score_example(dataset, stored.text or "", one.gold, classes)
+        classes = classes_of(example.dataset)[example.id] if needs_classes(dataset) else None
+        for arm, stored in example.answers.items():
+            score = score_example(dataset, stored.text or "", example.gold, classes)
             # versions of Python may add floats in another order
             if stored.score is None or abs(score - stored.score) > 1e-9:
-                where = f"{one.dataset}, row {one.id}, {arm}"
+                where = f"{example.dataset}, row {example.id}, {arm}"
                 yield f"{where}: stored score {stored.score}, computed {score:g}"
 
 
@@ -74,7 +74,7 @@ def leaves_out_texts(visit: Visit) -> bool:
     """Whether it is of a suite whose texts may not be published (tests/test_records.py holds that
     they are not)."""
     is_private = DATASETS[visit.dataset].suite in ("longbench", "ruler")
-    return is_private and all(one.text is None for one in visit.answers.values())
+    return is_private and all(answer.text is None for answer in visit.answers.values())
 
 
 @cache
@@ -126,8 +126,8 @@ def test_committed_run_scores_as_its_answers_do(folder: Path) -> None:
 def test_fault_is_seen(tmp_path: Path, file: str, old: str, new: str, fault: str) -> None:
     # by hand: one of three words is right, and the one gold word is found: 2 * (1/3 * 1) / (1/3 +
     # 1)
-    own = {"text": "because of it", "score": 0.5, "prefill_flops": 10**15, "gold": ["because"]}
-    visits = [visit(row, "hotpotqa", {"text": "because"}, **own) for row in (1, 2)]
+    lazy = {"text": "because of it", "score": 0.5, "prefill_flops": 10**15, "gold": ["because"]}
+    visits = [visit(row, "hotpotqa", {"text": "because"}, **lazy) for row in (1, 2)]
     run = write_run(tmp_path / "run", visits, data={"hotpotqa": "aa bb v1"})
     (run / PLANNED).write_text('{"hotpotqa": ["row-1", "row-2"]}')
     assert problems(run) == []

@@ -51,9 +51,9 @@ def parts_on_gpu(model: Any, method: Method) -> dict[str, Any]:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         lines = [
-            f"{one.filename}:{one.lineno}"
-            for one in caught
-            if "called a synchronizing" in str(one.message)
+            f"{warning.filename}:{warning.lineno}"
+            for warning in caught
+            if "called a synchronizing" in str(warning.message)
         ]
         events = {event.key: event.count for event in recorded.key_averages()}
         found[part] = {
@@ -73,11 +73,13 @@ def test_answers_are_those_of_the_cpu(variant: str, name: str) -> None:
     on_cpu: Any = random_variant(variant, 3, attention_of(variant), torch.float64, hidden_size=64)
     on_gpu = copy.deepcopy(on_cpu).to(CUDA)
     pairs = zip(answers_of(on_gpu, METHODS[name]), answers_of(on_cpu, METHODS[name]), strict=True)
-    for number, (one, other) in enumerate(pairs):
-        error = (one.first_logits.cpu() - other.first_logits).abs().max().item()
+    for number, (answer, reference) in enumerate(pairs):
+        error = (answer.first_logits.cpu() - reference.first_logits).abs().max().item()
         for field in ("token_ids", "selected", "kv_bytes", "aux_bytes"):
-            assert getattr(one, field) == getattr(other, field), f"answer {number}: {field} differs"
-        assert (one.computed == other.computed).all(), f"answer {number}: computed differs"
+            assert getattr(answer, field) == getattr(reference, field), (
+                f"answer {number}: {field} differs"
+            )
+        assert (answer.computed == reference.computed).all(), f"answer {number}: computed differs"
         assert error < 1e-4  # transformers rounds to float32 in places; logits are about 10
 
 
@@ -137,11 +139,11 @@ def test_answers_in_chunks_are_those_of_the_cpu(name: str, monkeypatch) -> None:
     )
     on_cpu: Any = random_variant(VARIANTS[0], 3, "sdpa", torch.float32, hidden_size=64)
     on_gpu = copy.deepcopy(on_cpu).to(CUDA)
-    for one, other in zip(
+    for answer, reference in zip(
         answers_of(on_gpu, METHODS[name]), answers_of(on_cpu, METHODS[name]), strict=True
     ):
-        assert (one.token_ids, one.selected) == (other.token_ids, other.selected)
-        assert (one.first_logits.cpu() - other.first_logits).abs().max() < 1e-4
+        assert (answer.token_ids, answer.selected) == (reference.token_ids, reference.selected)
+        assert (answer.first_logits.cpu() - reference.first_logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name.startswith("lazy")])

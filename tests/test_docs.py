@@ -97,14 +97,14 @@ def test_ceilings_of_sparse_attention_are_those_of_the_flops() -> None:
     rows = [line for line in page.splitlines() if re.search(r"\d % \([\d.]+x\)", line)]
     assert len(rows) == 4
     for row in rows:
-        shown = [
+        printed = [
             (float(share), float(ceiling))
             for share, ceiling in re.findall(r"([\d.]+) % \(([\d.]+)x\)", row)
         ]
         for name in re.findall(r"`([\w.-]+)`", row):
             ceilings = [attention_ceiling(shape_of(ModelSpec(name, "dummy")), n) for n in lengths]
-            assert shown == [
-                (round(100 - 100 / of_model, 1), round(of_model, 2)) for of_model in ceilings
+            assert printed == [
+                (round(100 - 100 / ceiling, 1), round(ceiling, 2)) for ceiling in ceilings
             ]
 
 
@@ -185,8 +185,8 @@ def test_relative_links_and_anchors_exist(page: Path) -> None:
         assert target.exists(), link
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target.read_text(encoding="utf-8")), f"{link}#{anchor}"
-    own = re.findall(r"\]\(#([^)]+)\)", text)
-    assert set(own) <= anchors(text)
+    links = re.findall(r"\]\(#([^)]+)\)", text)
+    assert set(links) <= anchors(text)
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)

@@ -250,8 +250,8 @@ def test_pyramidinfer_by_counting():
 
 
 def test_uniprefill_by_counting():
-    own = {"p": 0.3, "window": 4, "block": 3, "first": 1, "last": 2}
-    out = uniprefill(uniform(), prompt_of(20), {2, 3}, **own)
+    parameters = {"p": 0.3, "window": 4, "block": 3, "first": 1, "last": 2}
+    out = uniprefill(uniform(), prompt_of(20), {2, 3}, **parameters)
     # Queries 16 to 19: each of the blocks 0 to 4 has 3 (1/17 + 1/18 + 1/19 + 1/20) / 4 = 0.163,
     # later ones have less. Ties: 4, then 3 (0.163 before it), not 2 (0.326 before it). Tokens 0, 18
     # and 19 stay besides.
@@ -263,7 +263,7 @@ def test_uniprefill_by_counting():
     kept = [list(range(20)), list(range(20)), out.selected[2], out.selected[3]]
     assert out.caches == {layer: [held] * 2 for layer, held in enumerate(kept, start=1)}
     assert out.decode_from == 20
-    few = uniprefill(uniform(), prompt_of(20), {2}, **own | {"first": 9, "last": 11})
+    few = uniprefill(uniform(), prompt_of(20), {2}, **parameters | {"first": 9, "last": 11})
     assert few.selected == {2: list(range(20))}
 
 
@@ -297,7 +297,7 @@ def test_promptdistill_by_counting():
     assert out.decode_from == 10
     assert out.caches == {layer: [[0, 1, 9]] * 2 for layer in range(1, 5)}
     held = promptdistill(uniform(), prompt_of(10), [1, 3], [5, 0.2], forget=False).caches
-    assert [len(of_head) for of_head, _ in held.values()] == [10, 6, 6, 3]
+    assert [len(positions) for positions, _ in held.values()] == [10, 6, 6, 3]
 
 
 def test_promptdistill_pools_zero_for_the_last_token():

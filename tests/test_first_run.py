@@ -229,14 +229,16 @@ def test_a_run_is_resumed(played: Played) -> None:
 
 
 def test_each_file_is_fetched_once_and_no_pickle_at_all(played: Played) -> None:
-    asked = [path for _, path in played.hub.asked]
-    first_of_xgen = next(number for number, path in enumerate(asked) if "xgen" in path)
+    paths = [path for _, path in played.hub.requests]
+    first_of_xgen = next(number for number, path in enumerate(paths) if "xgen" in path)
     # after the fetch, runs of Llama 2 asked for nothing
-    assert asked[first_of_xgen - 1].startswith("/github/")
-    fetched = [path for method, path in played.hub.asked if method == "GET" and "/resolve/" in path]
+    assert paths[first_of_xgen - 1].startswith("/github/")
+    fetched = [
+        path for method, path in played.hub.requests if method == "GET" and "/resolve/" in path
+    ]
     assert len(fetched) == len({*fetched})
     assert sum(path.endswith("config.json") and "generation" not in path for path in fetched) >= 2
-    unwanted = [path for path in asked if path.endswith((".bin", ".pth", "README.md"))]
+    unwanted = [path for path in paths if path.endswith((".bin", ".pth", "README.md"))]
     assert all("xgen" in path for path in unwanted)  # only its weights come as pickles
 
 

@@ -35,11 +35,11 @@ COMMITTED = sorted(
 def texts_in(value: Any, key: str = "") -> Iterator[str]:
     """Every string of some JSON that is not empty and stands under no key of `NAMES`."""
     if isinstance(value, dict):
-        for name, one in value.items():
-            yield from texts_in(one, name)
+        for name, part in value.items():
+            yield from texts_in(part, name)
     elif isinstance(value, list):
-        for one in value:
-            yield from texts_in(one, key)
+        for part in value:
+            yield from texts_in(part, key)
     elif isinstance(value, str) and value and key not in NAMES:
         yield value
 
@@ -50,7 +50,7 @@ def faults(folder: Path) -> list[str]:
     for line in gzip.decompress((folder / "visits.jsonl.gz").read_bytes()).splitlines():
         made = json.loads(line)
         found += texts_in(made)
-        ids = [number for one in made["arms"].values() for number in one.get("token_ids", ())]
+        ids = [number for arm in made["arms"].values() for number in arm.get("token_ids", ())]
         found += [f"token {number}" for number in ids if number]
     for file in (folder / "traces").glob("*.json.gz"):
         found += texts_in(json.loads(gzip.decompress(file.read_bytes())))
@@ -129,5 +129,5 @@ def test_a_visit_beside_other_work_is_named_and_left_out(
     assert "row-3: left out" in capsys.readouterr().out
     [everything], [quiet] = stored_runs([tmp_path / "all"]), stored_runs([tmp_path / "quiet"])
     assert len(everything.visits) == 5
-    assert [one.id for one in quiet.visits] == ["row-0", "row-1", "row-2", "row-4"]
+    assert [example.id for example in quiet.visits] == ["row-0", "row-1", "row-2", "row-4"]
     assert quiet.unfinished == ""

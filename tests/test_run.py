@@ -53,8 +53,8 @@ def test_run_measures_all_sixteen_datasets_of_real_rows(
         assert 0 < method.computed_per_layer[-1] <= visit.prompt_tokens
         assert method.computed[0][0] == visit.prompt_tokens
         assert 1 <= len(method.token_ids) <= 3
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in names)
+    output = capsys.readouterr().out
+    assert all(name in output for name in names)
     summary = json.loads(Path("run/summary.json").read_text())
     assert [
         row["name"]
@@ -98,8 +98,8 @@ def test_demo_compares_the_methods_of_the_paper(capsys: pytest.CaptureFixture[st
     measured(checked("experiment=demo", "model=tiny", "limit=2", "warmup=0"), show=True)
     lines = capsys.readouterr().out.splitlines()
     arms = ["baseline", "lazy", "static_pruning", "random_drop", "prompt_compression"]
-    shown = [line.split()[0] for line in lines if line.split() and line.split()[0] in arms]
-    assert shown[: len(arms)] == arms
+    labels = [line.split()[0] for line in lines if line.split() and line.split()[0] in arms]
+    assert labels[: len(arms)] == arms
     assert "LongBench, on a GPU" not in "".join(lines)
     (folder,) = Path("runs").glob("tiny-*")  # one folder, and the baseline once
     visits = read_visits(folder)

@@ -39,10 +39,9 @@ except UserError as error:
 @cache
 def plain() -> tuple[Any, Any]:
     """Model and tokenizer, as transformers itself reads the file."""
-    own = {"gguf_file": FILE.name, "dtype": torch.float32}
-    return AutoModelForCausalLM.from_pretrained(FILE.parent, **own), AutoTokenizer.from_pretrained(
-        FILE.parent, gguf_file=FILE.name
-    )
+    source = {"gguf_file": FILE.name, "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(FILE.parent, **source)
+    return model, AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name)
 
 
 @cache
@@ -77,8 +76,10 @@ def check_row(dataset: str) -> None:
     ids = prompt_ids(dataset)
     assert list(prompt.token_ids) == ids
     with torch.no_grad():
-        asked = dict(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=list(prompt.end_ids))
-        tokens = model.generate(torch.tensor([ids]), **asked)[0, len(ids) :].tolist()
+        settings = dict(
+            do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=list(prompt.end_ids)
+        )
+        tokens = model.generate(torch.tensor([ids]), **settings)[0, len(ids) :].tolist()
     out = lazyllm.generate(
         ours()[0], prompt.token_ids, lazyllm.methods.Baseline(), NEW_TOKENS, prompt.end_ids
     )
@@ -130,8 +131,8 @@ def test_every_method_answers_on_its_weights_as_a_folder_in_every_dtype(
     """As the hub has them, in bfloat16: the first tokens of the vocabulary have outlier
     activations there.
     """
-    own, tokenizer = plain()
-    theirs = copy.deepcopy(own).to(getattr(torch, dtype)).eval()
+    original, tokenizer = plain()
+    theirs = copy.deepcopy(original).to(getattr(torch, dtype)).eval()
     theirs.hf_quantizer = None  # of GGUF files: the weights are plain numbers, which may be saved
     theirs.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

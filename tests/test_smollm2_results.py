@@ -54,7 +54,7 @@ def over_tasks(number: Number) -> Number:
     )
 
 
-def of_examples(value: Callable[[Row], float | None]) -> Number:
+def average_examples(value: Callable[[Row], float | None]) -> Number:
     """The mean over a dataset's examples; NaN for what was not measured."""
 
     def known(row: Row) -> float:
@@ -90,14 +90,14 @@ SHOWN: dict[str, Number] = {
     "n": len,
     # a dataset's score is rounded to two digits, as LongBench rounds it
     "score": over_tasks(lambda rows: round(100 * mean(row["score"] for row in rows), 2)),
-    "KL, nats": of_examples(lambda row: row["kl"]),
-    "answer's KL": of_examples(lambda row: row["answer_kl"]),
-    "gold KL": of_examples(lambda row: row["gold_kl"]),
-    "gold log-likelihood": of_examples(lambda row: row["gold_log_likelihood"]),
+    "KL, nats": average_examples(lambda row: row["kl"]),
+    "answer's KL": average_examples(lambda row: row["answer_kl"]),
+    "gold KL": average_examples(lambda row: row["gold_kl"]),
+    "gold log-likelihood": average_examples(lambda row: row["gold_log_likelihood"]),
     "TTFT speedup": speedup(lambda row, _: row["ttft_s"]),
     "generation speedup": speedup(seconds),
     "whole-answer speedup": speedup(lambda row, _: seconds(row, row)),
-    "% tokens computed": of_examples(computed),
+    "% tokens computed": average_examples(computed),
 }
 
 
@@ -114,9 +114,9 @@ def check(cell: str, value: float, about: Any) -> None:
     if cell == "-":
         assert math.isnan(value), about
         return
-    shown = cell.split()[0]
-    digits = len(shown.partition(".")[2])
-    assert float(shown) == pytest.approx(value, abs=0.51 * 10**-digits), about
+    number = cell.split()[0]
+    digits = len(number.partition(".")[2])
+    assert float(number) == pytest.approx(value, abs=0.51 * 10**-digits), about
 
 
 PRESETS = {
@@ -163,10 +163,14 @@ def test_revival_is_a_geometric_mean_of_ratios() -> None:
             others = {(row["dataset"], row["id"]): row[kl] for row in second}
             pairs = [(row, row[kl], others[row["dataset"], row["id"]]) for row in first]
             logs = [
-                row | {"log": math.log(one / two)} for row, one, two in pairs if min(one, two) > 0
+                row | {"log": math.log(numerator / denominator)}
+                for row, numerator, denominator in pairs
+                if min(numerator, denominator) > 0
             ]
             check(
-                line[heading], math.exp(of_examples(lambda row: row["log"])(logs)), (line, heading)
+                line[heading],
+                math.exp(average_examples(lambda row: row["log"])(logs)),
+                (line, heading),
             )
 
 

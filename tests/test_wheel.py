@@ -29,8 +29,10 @@ assert main(["status", "runs"]) == 0
 
 
 def pip(*arguments: str) -> None:
-    own = ["--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
-    subprocess.run([sys.executable, "-m", "pip", arguments[0], *own, *arguments[1:]], check=True)
+    options = ["--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
+    subprocess.run(
+        [sys.executable, "-m", "pip", arguments[0], *options, *arguments[1:]], check=True
+    )
 
 
 @pytest.fixture(scope="module")

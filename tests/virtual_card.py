@@ -217,10 +217,14 @@ def parts_on(card: Any, model: Any, method: Method) -> dict[str, Any]:
 
 def compare_answers(model: Any, method: Method, expected: Iterable[Any]) -> None:
     """Raise AssertionError if the model on the card does not answer as expected."""
-    for number, (one, other) in enumerate(zip(answers_of(model, method), expected, strict=True)):
+    for number, (answer, reference) in enumerate(
+        zip(answers_of(model, method), expected, strict=True)
+    ):
         for field in ("token_ids", "selected", "kv_bytes", "aux_bytes"):
-            assert getattr(one, field) == getattr(other, field), f"answer {number}: {field} differs"
-        assert (one.computed == other.computed).all(), f"answer {number}: computed differs"
+            assert getattr(answer, field) == getattr(reference, field), (
+                f"answer {number}: {field} differs"
+            )
+        assert (answer.computed == reference.computed).all(), f"answer {number}: computed differs"
 
 
 def run_methods(
@@ -322,7 +326,8 @@ def number_in_prefill() -> AbstractContextManager[None]:
 
 
 MUTATIONS = {
-    one.__name__: one for one in (wrong_device, wait_in_prefill, number_in_prefill, mask_in_step)
+    mutation.__name__: mutation
+    for mutation in (wrong_device, wait_in_prefill, number_in_prefill, mask_in_step)
 }
 
 

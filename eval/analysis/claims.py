@@ -5,8 +5,8 @@ A claim is a row of eval/analysis/published/claims.csv: its text, the function h
 (`measure`, with `arguments`), the arms that it measures (`rows`, `method`: `Section.arms`), what
 their rows must have for a verdict (`needs`), the paper's number by model (llama2, xgen), and how
 far ours may be from it (`tolerance`, in per cent of the number or in points), or the direction that
-each part of the value must obey (`holds`); `digits`, `widest` (of `Column`), and `shown`, the table
-or figure to look at.
+each part of the value must obey (`holds`); `digits`, `widest` (of `Column`), and `exhibit`, the
+table or figure to look at.
 
 A claim is judged for one setting of each of its methods, apart from what its experiment varies. Of
 several it measures nothing, as a mean over them is no setting's.
@@ -80,8 +80,8 @@ class Section:
         if method == STUDIED:
             arms = [arm for arm in arms if not is_ablation(arm.values)]
         if preset == "studied":
-            shown = studied(self.results)
-            settings = set(shown.loc[shown["model"] == self.model, "settings"])
+            rows = studied(self.results)
+            settings = set(rows.loc[rows["model"] == self.model, "settings"])
             table1 = self.arms("table1", method)
             return table1 or [arm for arm in arms if arm.settings in settings]
         belongs: dict[str, Callable[[StoredArm], bool]] = {
@@ -108,7 +108,9 @@ class Section:
             for dataset, example, name in run.failed:
                 concerned = run.arms.values() if run.arms[name].is_baseline else [run.arms[name]]
                 settings = {(arm.method, arm.settings, arm.seed) for arm in concerned} & keys
-                folders = {self._counting.get((*one, dataset), str(run.folder)) for one in settings}
+                folders = {
+                    self._counting.get((*setting, dataset), str(run.folder)) for setting in settings
+                }
                 if DATASETS[dataset].suite == self.suite and str(run.folder) in folders:
                     found.add((dataset, example))
         return found
@@ -140,7 +142,11 @@ def _tasks(section: Section, rows: Any) -> str:
 
 def _whole_answers(section: Section, rows: Any) -> str:
     caps = sorted(
-        {cap for one in section.identities(rows) if (cap := one.get("max_new_tokens")) is not None}
+        {
+            cap
+            for identity in section.identities(rows)
+            if (cap := identity.get("max_new_tokens")) is not None
+        }
     )
     return f"needs whole answers, has max_new_tokens={', '.join(map(str, caps))}" if caps else ""
 
@@ -149,9 +155,9 @@ def _whole_prompts(section: Section, rows: Any) -> str:
     limit = PROMPT_LIMITS.get(section.paper_model or "", 0)
     lower = sorted(
         {
-            own
-            for one in section.identities(rows)
-            if (own := one.get("max_prompt_tokens", limit)) != limit
+            cap
+            for identity in section.identities(rows)
+            if (cap := identity.get("max_prompt_tokens", limit)) != limit
         }
     )
     return (
@@ -214,7 +220,7 @@ class Claim:
     holds: str
     digits: int
     widest: float | None
-    shown: str
+    exhibit: str
 
     def judged(self, sections: Sequence[Section]) -> Finding:
         """What runs say of the claim.
@@ -223,7 +229,9 @@ class Claim:
         claim, the one with most examples counts.
         """
         found = map(self._find, sections)
-        return max(found, key=lambda one: (one.decides, bool(one.values), one.examples))
+        return max(
+            found, key=lambda finding: (finding.decides, bool(finding.values), finding.examples)
+        )
 
     def _find(self, section: Section) -> Finding:
         methods = [self.method, *filter(None, [self.arguments.get("other")])]
@@ -465,7 +473,7 @@ def _claim(row: dict[str, str]) -> Claim:
         holds=row["holds"],
         digits=int(row["digits"]),
         widest=float(row["widest"]) if row["widest"] else None,
-        shown=row["shown"],
+        exhibit=row["exhibit"],
     )
 
 

@@ -59,6 +59,6 @@ def field(results: Results) -> Rows:
         "-" if label == method else label.removeprefix(f"{method}, ") for label, method in named
     ]
     names = [columns.place_of(name)[1] for name in frame["method"]]
-    shown = frame.assign(name=names, setting=settings, scoring_share=scoring.where(scoring > 0))
+    display = frame.assign(name=names, setting=settings, scoring_share=scoring.where(scoring > 0))
     values = {"unsolved": f" {columns.unsolved(frame)}".rstrip()}
-    return Rows(frame, cells(shown, measured(_FIELD, frame), results), keys=3, values=values)
+    return Rows(frame, cells(display, measured(_FIELD, frame), results), keys=3, values=values)

@@ -8,7 +8,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import MaxNLocator
 
-from eval.analysis.style import COLOURS, REFERENCE, new_figure, of_trace, styled
+from eval.analysis.style import COLOURS, REFERENCE, new_figure, styled, tabulate_trace
 from eval.analysis.table import as_figure
 from eval.store.results import Results
 from eval.store.trace import Trace
@@ -30,14 +30,14 @@ def importance_frame(trace: Trace) -> pd.DataFrame:
     # a mean would hide peaks, which are one token wide
     columns = np.maximum.reduceat(scores, starts, axis=1)
     layer, column = np.indices(columns.shape).reshape(2, -1)
-    of_map = {
+    map_rows = {
         "part": "map",
         "layer": layer + 1,
         "position": starts[column],
         "importance": columns.ravel(),
     }
-    of_mean = {"part": "mean", "position": np.arange(n), "importance": scores.mean(axis=0)}
-    frame: Any = pd.concat([pd.DataFrame(of_map), pd.DataFrame(of_mean)], ignore_index=True)
+    mean_rows = {"part": "mean", "position": np.arange(n), "importance": scores.mean(axis=0)}
+    frame: Any = pd.concat([pd.DataFrame(map_rows), pd.DataFrame(mean_rows)], ignore_index=True)
     frame["layer"] = frame["layer"].astype("Int64")
     about = {"dataset": trace.dataset, "id": trace.id, "prompt_tokens": n, "width": width}
     return frame.assign(**about)[[*about, *frame.columns]]
@@ -45,7 +45,7 @@ def importance_frame(trace: Trace) -> pd.DataFrame:
 
 def data(results: Results) -> pd.DataFrame:
     """`importance_frame` of one traced example, which was not pruned, with a column `model`."""
-    return of_trace(results, importance_frame, ["model"])
+    return tabulate_trace(results, importance_frame, ["model"])
 
 
 @as_figure(
@@ -110,16 +110,16 @@ def _draw_means(axes: Any, frame: Any) -> None:
     scores = frame.loc[frame["part"] == "mean", "importance"].to_numpy(dtype=float)
     n = len(scores)
     inset = axes.inset_axes((0.3, 0.4, 0.6, 0.45))
-    for place, shown in ((axes, n), (inset, min(n, FIRST))):
+    for place, count in ((axes, n), (inset, min(n, FIRST))):
         place.vlines(
-            np.arange(1, shown + 1),
+            np.arange(1, count + 1),
             0,
-            scores[:shown],
+            scores[:count],
             color=COLOURS[0],
-            linewidth=max(0.8, 40 / shown),
+            linewidth=max(0.8, 40 / count),
         )
         place.axhline(1 / n, **REFERENCE)
-        place.set(xlim=(0, shown + 1), ylim=(0, 1.05 * scores[:shown].max()))
+        place.set(xlim=(0, count + 1), ylim=(0, 1.05 * scores[:count].max()))
     inset.set_title(f"first {min(n, FIRST)} tokens", fontsize=8)
     inset.tick_params(labelsize=7)
     axes.set(xlabel="prompt token (dotted: 1/n)", ylabel="mean score over the layers")

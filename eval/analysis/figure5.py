@@ -38,7 +38,7 @@ def data(results: Results) -> pd.DataFrame:
     table = table[
         table["ttft_speedup"].notna() & table[[*KLS, "relative_score"]].notna().any(axis=1)
     ]
-    table = style.of_all_tasks(table).assign(source=MEASURED)
+    table = style.drop_partial_means(table).assign(source=MEASURED)
     if table.empty:
         return pd.DataFrame()
     table["on_curve"] = False
@@ -47,9 +47,10 @@ def data(results: Results) -> pd.DataFrame:
         table.loc[method.index, "on_curve"] = swept if swept.any() else _undominated(method)
     parts = []
     for (model, suite), panel in table.groupby(SECTION, sort=False):
-        own = panel["paper_model"].iloc[0]
+        paper_model = panel["paper_model"].iloc[0]
         points = paper_points(
-            own if isinstance(own, str) else PAPER_MODELS[0], sorted(set(panel["task"]))
+            paper_model if isinstance(paper_model, str) else PAPER_MODELS[0],
+            sorted(set(panel["task"])),
         )
         parts += [panel, points.assign(model=model, suite=suite)]
     columns = [
@@ -139,21 +140,21 @@ def plot(frame: Any) -> MplFigure:
         values = _measured(rows)
         parts = section.subfigures(len(values), 1, squeeze=False)[:, 0]
         for part, (value, label) in zip(parts, values.items(), strict=True):
-            shown = _told(rows.dropna(subset=value), value)  # the paper has no KL
-            speedups = shown["ttft_speedup"]
+            points = _choose_panels(rows.dropna(subset=value), value)  # the paper has no KL
+            speedups = points["ttft_speedup"]
             # an axis that holds 1 and 2 has ticks, however close its points are
             reach = min(0.9, speedups.min() / 1.15), max(2.2, speedups.max() * 1.15)
-            for task, axes in style.task_panels(part, shown).items():
-                _draw_task(axes, shown[shown["task"] == task], styles, value)
+            for task, axes in style.task_panels(part, points).items():
+                _draw_task(axes, points[points["task"] == task], styles, value)
                 axes.set(xlim=reach)
                 if value in KLS:
                     axes.set_yscale("log", nonpositive="clip")
                 else:
-                    highest = shown[["relative_score", "relative_score_high"]].max().max()
+                    highest = points[["relative_score", "relative_score_high"]].max().max()
                     axes.set(ylim=(-3, max(106.0, 1.05 * highest)))
             part.supxlabel("TTFT speedup over the baseline (times)", fontsize=9)
             part.supylabel(label, fontsize=9)
-            _write_legend(part, shown, styles)
+            _write_legend(part, points, styles)
     return figure
 
 
@@ -167,7 +168,7 @@ def _measured(rows: Any) -> dict[str, str]:
     return scores | dict(list(style.kls_in(rows).items())[:1])
 
 
-def _told(rows: Any, value: str) -> Any:
+def _choose_panels(rows: Any, value: str) -> Any:
     """The rows of the panels that tell something: of scores those with intervals, if any panel
     has them.
     """

@@ -13,7 +13,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.path import Path as Outline
 
 from eval.analysis.columns import STUDIED
-from eval.analysis.style import GREY, new_figure, of_trace, styled
+from eval.analysis.style import GREY, new_figure, styled, tabulate_trace
 from eval.analysis.table import as_figure
 from eval.store.results import Results
 from eval.store.trace import Trace
@@ -71,8 +71,8 @@ def token_states(trace: Trace) -> np.ndarray:
     states = np.select([held[:-1] & in_set, in_set, held[:-1]], kinds, State.PRUNED)
     later = states[1:, :, :n]
     later[later == State.COMPUTED] = State.REVIVED
-    for step, of_step in enumerate(states):
-        of_step[:, n + step :] = State.FUTURE
+    for step in range(steps):
+        states[step, :, n + step :] = State.FUTURE
     return states
 
 
@@ -126,7 +126,7 @@ def data(results: Results) -> pd.DataFrame:
     """`mechanism_frame` of the first traced example of LazyLLM, with columns `model` and
     `label`.
     """
-    return of_trace(results, mechanism_frame, ["model", "label"], STUDIED)
+    return tabulate_trace(results, mechanism_frame, ["model", "label"], STUDIED)
 
 
 @as_figure(
@@ -152,21 +152,21 @@ def plot(frame: Any) -> MplFigure:
     tokens.
     """
     layers, n = int(frame["layer"].max()), frame["prompt_tokens"].iloc[0]
-    shown = list(frame.groupby(["panels", "step"], sort=False))
+    steps = list(frame.groupby(["panels", "step"], sort=False))
     tokens = frame.drop_duplicates("position").sort_values("position").set_index("position")
     # with a gap
     columns = pd.Series(np.arange(len(tokens)) + (tokens["kind"] == "generated"), tokens.index)
     panel, end = min(max(1.0, 0.115 * layers), 2.0), columns.max() + 0.6
     mark = min(3.0, 0.6 * 72 * panel / layers)  # points; cells are lower with many layers
-    figure = new_figure(min(11.0, 2.6 + 0.165 * end), 1.5 + len(shown) * (panel + 0.3))
-    panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+    figure = new_figure(min(11.0, 2.6 + 0.165 * end), 1.5 + len(steps) * (panel + 0.3))
+    panels = figure.subplots(len(steps), 1, squeeze=False)[:, 0]
     has_texts = bool(tokens["text"].fillna("").ne("").any())  # records may leave them out
-    for ((model, step), rows), axes in zip(shown, panels, strict=True):
+    for ((model, step), rows), axes in zip(steps, panels, strict=True):
         title = f"{model}: decoding step {step}" if step else f"{model}: prefill"
         if step and has_texts:
             title += (
                 ", the newest token is "
-                f"\u201c{_shown(rows.loc[rows['position'].idxmax(), 'text'])}\u201d"
+                f"\u201c{_shorten(rows.loc[rows['position'].idxmax(), 'text'])}\u201d"
             )
         axes.set_title(title, fontweight="bold", parse_math=False)  # a token may be a dollar sign
         _draw_tokens(axes, rows, columns, mark)
@@ -178,7 +178,9 @@ def plot(frame: Any) -> MplFigure:
     panels[0].set_title(
         f"prompt tokens computed so far, of {n}", loc="right", color=GREY, fontsize=8
     )
-    names = map(_shown, tokens["text"]) if has_texts else [str(place + 1) for place in tokens.index]
+    names = (
+        map(_shorten, tokens["text"]) if has_texts else [str(place + 1) for place in tokens.index]
+    )
     panels[-1].set_xticks(columns, names, **_NAMES)
     last = tokens.index[tokens["kind"] == "prompt"][-1] + 1
     window = f"prompt tokens {tokens.index[0] + 1} to {last} of {n}, then the generated tokens"
@@ -233,7 +235,7 @@ def _draw_groups(axes: Any, rows: Any, end: float) -> None:
     axes.set_yticks(list(names), names.values())
 
 
-def _shown(text: Any) -> str:
+def _shorten(text: Any) -> str:
     """A token's text on one line, at most 12 characters, without outer spaces."""
     plain = (
         ("" if pd.isna(text) else str(text))

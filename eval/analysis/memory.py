@@ -108,7 +108,8 @@ def memory(results: Results) -> Rows:
     ends = overall(results).sort_values([*SECTION, "cache_ratio"], kind="stable", ignore_index=True)
     ends = ends.join(_leads(ends, results)).assign(steps=END)
     by_step = pd.DataFrame(
-        _by_step(results), columns=[*SETTING, "steps", "examples", *(one.name for one in _STEPS)]
+        _by_step(results),
+        columns=[*SETTING, "steps", "examples", *(column.name for column in _STEPS)],
     )
     rows = pd.concat([part for part in (ends, by_step) if len(part)] or [ends])
     # the steps of a setting follow its end
@@ -117,13 +118,13 @@ def memory(results: Results) -> Rows:
     )
     order = [place[tuple(key)] for key in rows[SETTING].to_numpy().tolist()]
     rows = rows.assign(order=order).sort_values("order", kind="stable", ignore_index=True)
-    values = forms(*(one.name for one in _BYTES), "score", *KLS, "gold_log_likelihood")
+    values = forms(*(column.name for column in _BYTES), "score", *KLS, "gold_log_likelihood")
     names = [
         *SETTING,
         "steps",
         "examples",
         *values,
-        *(one.name for one in _STEPS),
+        *(column.name for column in _STEPS),
         "lazy",
         *forms(*_LEADS),
     ]

@@ -74,16 +74,16 @@ def plot(frame: Any) -> MplFigure:
 
 
 def _draw_map(axes: Any, values: Any) -> Any:
-    shown = np.ma.masked_invalid(values.to_numpy(dtype=float))
+    scores = np.ma.masked_invalid(values.to_numpy(dtype=float))
     picture = axes.pcolormesh(
-        shown, cmap="cividis", edgecolors="white", vmin=0, vmax=100, linewidth=0.5
+        scores, cmap="cividis", edgecolors="white", vmin=0, vmax=100, linewidth=0.5
     )
     axes.set_xticks(np.arange(values.shape[1]) + 0.5, values.columns, rotation=45)
     axes.set_yticks(np.arange(values.shape[0]) + 0.5, values.index)
     axes.tick_params(length=0)
     axes.grid(False)
     axes.spines[:].set_visible(False)
-    for row, column in zip(*np.nonzero(np.ma.getmaskarray(shown)), strict=True):
+    for row, column in zip(*np.nonzero(np.ma.getmaskarray(scores)), strict=True):
         axes.text(
             column + 0.5, row + 0.5, "no run", ha="center", va="center", fontsize=7, color=GREY
         )

@@ -188,7 +188,7 @@ def _with_published(results: Results, values: Sequence[Column]) -> Rows:
 def _cells(frame: pd.DataFrame, values: Sequence[Column], results: Results) -> pd.DataFrame:
     counts: Any = frame.groupby([*SECTION, "method"])["settings"].transform("nunique")
     sizes = zip(frame["examples"], frame["status"], strict=True)
-    shown = frame.assign(
+    display = frame.assign(
         method=frame["label"].where(counts > 1, frame["method"]),
         n=[
             str(number) if status == "measured" else f"{number} ({status})"
@@ -208,7 +208,7 @@ def _cells(frame: pd.DataFrame, values: Sequence[Column], results: Results) -> p
             columns.append(
                 Column(f"{value.name}_difference", f"{value.heading}, Δ", value.digits, sign="+")
             )
-    return cells(shown, columns, results)
+    return cells(display, columns, results)
 
 
 TASK_NAMES = {

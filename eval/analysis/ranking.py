@@ -87,7 +87,7 @@ def ranking(results: Results) -> Rows:
     values = forms(*_VALUES, *(f"{name}_difference" for name in _VALUES))
     names = [*SECTION, "target", "rank", "ranked_by", "method", "label", "examples", "stored"]
     table = pd.DataFrame(rows, columns=[*names, *values])
-    shown = table.assign(
+    display = table.assign(
         speedup=[f"{target:g}x" for target in table["target"]],
         setting=[
             re.sub(r"\w+=[\d.]+x(, )?", "", label).removesuffix(", ") for label in table["label"]
@@ -101,7 +101,7 @@ def ranking(results: Results) -> Rows:
     unranked = f" Not ranked: {'; '.join(others)}." if others else ""
     return Rows(
         table,
-        cells(shown, measured(_COLUMNS, shown), results),
+        cells(display, measured(_COLUMNS, display), results),
         keys=4,
         values={"unranked": unranked},
     )
@@ -158,11 +158,11 @@ def _ranked(group: pd.DataFrame) -> list[dict[str, Any]]:
 def _share_of_bytes(group: Any) -> dict[str, float]:
     """{label: bytes at the end, in % of the baseline's} of the settings beside a baseline."""
     group = group.dropna(subset="stored_unpruned")
-    own, baseline = (on_common_examples(group, name) for name in ("stored", "stored_unpruned"))
-    if not len(own):
+    stored, baseline = (on_common_examples(group, name) for name in ("stored", "stored_unpruned"))
+    if not len(stored):
         return {}
-    shares = 100 * drawn_means(own)[0] / drawn_means(baseline)[0]
-    return dict(zip(own.columns, shares, strict=True))
+    shares = 100 * drawn_means(stored)[0] / drawn_means(baseline)[0]
+    return dict(zip(stored.columns, shares, strict=True))
 
 
 def _difference(row: dict[str, Any], name: str) -> str:
@@ -219,17 +219,20 @@ def effective_keep(results: Results, within: float = WITHIN) -> Rows:
     texts = table.assign(text=list(map(Column("keep", "", 1).cell, table.to_dict("records"))))
     by_length = texts.pivot(index=keys[:-1], columns="prompt_tokens", values="text")
     lines = table[table["prompt_tokens"] == "all"].join(by_length, on=keys[:-1])
-    shown = [
+    table_columns = [
         MODEL,
         Column("method", "method"),
         Column("task", "task"),
         EXAMPLES,
         Column("settings", "settings"),
     ]
-    shown += [Column(name, f"{name} tokens") for name in ranges_in(by_length)]
-    shown += [Column("all", "all")] if len(lines) else []
+    table_columns += [Column(name, f"{name} tokens") for name in ranges_in(by_length)]
+    table_columns += [Column("all", "all")] if len(lines) else []
     return Rows(
-        table, cells(lines, shown, results), keys=3, values={"within": within, "kept": 100 - within}
+        table,
+        cells(lines, table_columns, results),
+        keys=3,
+        values={"within": within, "kept": 100 - within},
     )
 
 

@@ -53,26 +53,26 @@ def revival(results: Results) -> Rows:
                 made.append(dict(zip(_KEYS, (*key, name), strict=False)) | ratios)
     names = [f"{first} / {second}" for first, second in _PAIRS]
     table = pd.DataFrame(made, columns=[*_KEYS, *forms(*names)])
-    shown = table.assign(
+    display = table.assign(
         speedup=[f"{target:g}x" for target in table["target"]],
         of=[_KLS[name] for name in table["kl"]],
         **{name: [_cell(row, name) for row in made] for name in names},
     )
     columns = [MODEL, Column("speedup", "ideal speedup", sorted_by="target"), Column("of", "KL of")]
     columns += [Column("examples", "n"), *(Column(name, name) for name in names)]
-    text = cells(shown, columns, results)
+    text = cells(display, columns, results)
     for name in names:  # a cell has a number to sort by
-        text[name] = shown[name].to_list()
+        text[name] = display[name].to_list()
     return Rows(table, text, keys=3)
 
 
 def _kind(method: str, settings: str) -> str | None:
     """What a setting is in this table; None for nothing of it."""
     if method == STUDIED:
-        own = json.loads(settings)
-        if is_ablation(own | {"revive": True}):  # another ablation
+        values = json.loads(settings)
+        if is_ablation(values | {"revive": True}):  # another ablation
             return None
-        return WITHOUT if is_ablation(own) else WITH
+        return WITHOUT if is_ablation(values) else WITH
     return _KINDS.get(method)
 
 

@@ -38,7 +38,7 @@ SHOWN = (
     Column("ttft_speedup", "TTFT speedup", 2),
     Column("pct_prompt_tokens_computed", "% tokens computed", 1),
     replace(KL, interval=False),
-    *(replace(one, interval=False) for one in FIDELITY),
+    *(replace(column, interval=False) for column in FIDELITY),
     Column("equal_length_speedup", "generation speedup", 2),
     Column("ttft_s", "TTFT, ms", 1, scale=1e-3, interval=False),
     Column("prefill_mfu", "MFU, %", 1, interval=False),
@@ -77,13 +77,13 @@ def run_table(results: Results, title: str) -> Table:
     frame: Any = pd.DataFrame(rows, columns=_COLUMNS)
     several = [Column("shown_run", "run")] if len(results.runs) > 1 else []
     failed = [*_OF_FAILED] if frame["failed"].any() else []
-    shown = _with_ratios(frame).assign(
+    display = _with_ratios(frame).assign(
         shown_run=frame["run"].map(_run_names(results.runs)),
         shown_name=np.where(frame["kind"] == "dataset", frame["name"], "**" + frame["name"] + "**"),
     )
     columns = [*several, Column("shown_name", "**task**, dataset"), Column("method", "method")]
-    first, *others = shown_in(shown)
-    text = cells(shown, [*columns, EXAMPLES, first, *failed, *others])
+    first, *others = shown_in(display)
+    text = cells(display, [*columns, EXAMPLES, first, *failed, *others])
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
     brief: Any = text[_whole(frame)] if is_long else None
     return Table(
@@ -97,8 +97,10 @@ def shown_in(values: Any) -> list[Column]:
 
     values: a frame of these columns.
     """
-    shown = SHOWN if has_values(values, "score") or values.empty else SHOWN_OF_SPEED
-    return [one for one in shown if one.name == "score" or has_values(values, one.name)]
+    columns = SHOWN if has_values(values, "score") or values.empty else SHOWN_OF_SPEED
+    return [
+        column for column in columns if column.name == "score" or has_values(values, column.name)
+    ]
 
 
 def _with_ratios(frame: Any) -> Any:
@@ -230,7 +232,7 @@ def _caption(results: Results, frame: Any) -> str:
     scores = "Scores 0 to 100. " if has_values(frame, "score") else "Random tokens: no score. "
     lines = [
         f"{scores}{NO_INTERVAL.capitalize()} have no interval.",
-        _of_speedups(frame),
+        _explain_speedups(frame),
         *([f"{UNFORCED}."] if is_unforced(frame) else []),
         *filter(None, [unsolved(results.frame)]),
     ]
@@ -238,9 +240,9 @@ def _caption(results: Results, frame: Any) -> str:
     prompts = {(run.folder, *visit.key): visit for run in results.runs for visit in run.visits}
     cut = sum(visit.prompt_tokens < visit.uncut_tokens for visit in prompts.values())
     if cut:
-        shown = f"{cut} of {counted(len(prompts), 'prompt')}"
+        share = f"{cut} of {counted(len(prompts), 'prompt')}"
         lines.append(
-            f"Longer than model.max_prompt_tokens: {shown}, whose middle is cut out, as in "
+            f"Longer than model.max_prompt_tokens: {share}, whose middle is cut out, as in "
             "LongBench."
         )
     lines += [
@@ -270,12 +272,13 @@ def _notes(run: StoredRun, where: str) -> Iterator[str]:
         answered = [
             (visit, label) for visit in run.visits for label in labels if label in visit.answers
         ]
-        arm, asked = run.arms[labels[0]], len({visit.key for visit, _ in answered})
+        arm = run.arms[labels[0]]
+        prompt_count = len({visit.key for visit, _ in answered})
         whole = {visit.key for visit, label in answered if _is_whole_prompt(visit, label)}
         if whole and _drops_tokens(arm):
             yield (
                 f"{where}{name} kept all tokens of {len(whole)} of "
-                f"{counted(asked, 'prompt')}{_target_of(arm)}."
+                f"{counted(prompt_count, 'prompt')}{_target_of(arm)}."
             )
         dense = {
             visit.key
@@ -284,7 +287,8 @@ def _notes(run: StoredRun, where: str) -> Iterator[str]:
         }
         if dense and _is_sparse(arm):
             yield (
-                f"{where}{name} skipped no attention in {len(dense)} of {counted(asked, 'prompt')}."
+                f"{where}{name} skipped no attention in {len(dense)} of "
+                f"{counted(prompt_count, 'prompt')}."
             )
         thoughts = [
             visit.answers[label].text
@@ -344,7 +348,7 @@ def is_unforced(values: Any) -> bool:
     return bool(values["kl"].notna().any() and values["answer_kl"].isna().all())
 
 
-def _of_speedups(frame: Any) -> str:
+def _explain_speedups(frame: Any) -> str:
     """What the speedups compare."""
     if frame["ttft_speedup"].isna().all():
         return "No speedup: no baseline was measured beside the arms."

@@ -44,8 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     conditions = [condition for condition in options.where if condition.partition("=")[0] in _KEYS]
-    of_runs = [condition for condition in options.where if condition not in conditions]
-    groups, damaged = read_whole(options.runs, of_runs)
+    run_conditions = [condition for condition in options.where if condition not in conditions]
+    groups, damaged = read_whole(options.runs, run_conditions)
     frames = [summary(results, options.by).assign(runs=results.name) for results in groups]
     frame: Any = _selected(pd.concat(frames, ignore_index=True), conditions)
     if options.sort is not None:
@@ -161,5 +161,5 @@ def table_of(frame: Any, title: str = "Results") -> Table:
     seeds = [Column("seeds", "seeds")] if (frame["seeds"] > 1).any() else []
     unfinished = [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
     keys = Column("section", "model, suite, part"), LABEL
-    shown = cells(sections, [*keys, score, EXAMPLES, *seeds, *others, *unfinished])
-    return Table("results", title, " ".join(sentences), frame, shown, keys=len(keys))
+    text = cells(sections, [*keys, score, EXAMPLES, *seeds, *others, *unfinished])
+    return Table("results", title, " ".join(sentences), frame, text, keys=len(keys))

@@ -65,17 +65,17 @@ def steps(results: Results) -> Rows:
     }
     order = [place[tuple(key)] for key in rows[SETTING].to_numpy().tolist()]
     rows = rows.assign(order=order).sort_values("order", kind="stable", ignore_index=True)
-    names = [one.name for one in _COSTS[:-1]] + forms("generation_speedup")
+    names = [column.name for column in _COSTS[:-1]] + forms("generation_speedup")
     table = rows.reindex(columns=[*SETTING, "task", "examples", "ttft_steps", *headings, *names])
-    shown = [
+    columns = [
         MODEL,
         LABEL,
         Column("task", "task"),
         Column("examples", "n"),
         Column("ttft_steps", "TTFT, steps", 1),
     ]
-    shown += [Column(name, name, 1) for name in headings]
-    return Rows(table, cells(table, [*shown, *measured(_COSTS, table)], results), keys=3)
+    columns += [Column(name, name, 1) for name in headings]
+    return Rows(table, cells(table, [*columns, *measured(_COSTS, table)], results), keys=3)
 
 
 def _shares(results: Results) -> tuple[pd.DataFrame, list[str]]:

@@ -75,7 +75,7 @@ def as_published(rows: Any) -> Any:
     return rows[~((rows["method"] == STUDIED) & rows["settings"].map(ablations).astype(bool))]
 
 
-def of_all_tasks(rows: Any) -> Any:
+def drop_partial_means(rows: Any) -> Any:
     """These rows of `by_task` without means over tasks that lack datasets of another setting's
     mean.
 
@@ -103,7 +103,7 @@ def studied(results: Results) -> Any:
     return rows[rows["model"].map(chosen) == rows["label"]]
 
 
-def of_trace(
+def tabulate_trace(
     results: Results,
     frame_of: Callable[[Trace], Any],
     about: Sequence[str],
@@ -120,12 +120,14 @@ def of_trace(
     ]
     if method is not None:
         traced = [
-            one for one in traced if one[1].method == method and not is_ablation(one[1].values)
+            (run, arm, trace)
+            for run, arm, trace in traced
+            if arm.method == method and not is_ablation(arm.values)
         ]
     if not traced:
         return pd.DataFrame()
     run, arm, trace = min(
-        traced, key=lambda one: (one[0].paper_model is None, one[1].label != PAPER_SETTING)
+        traced, key=lambda entry: (entry[0].paper_model is None, entry[1].label != PAPER_SETTING)
     )
     frame = frame_of(trace)
     return frame.assign(model=run.model, label=arm.label)[[*about, *frame.columns]]
@@ -245,9 +247,9 @@ class _Ticks(FixedLocator):
 
     def __call__(self) -> Any:
         low, high = sorted(self.axis.get_view_interval())  # type: ignore[union-attr]
-        shown = [tick for tick in self.locs if low <= tick <= high]  # type: ignore[attr-defined]
+        ticks = [tick for tick in self.locs if low <= tick <= high]  # type: ignore[attr-defined]
         return (
-            shown if len(shown) > 2 else MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(low, high)
+            ticks if len(ticks) > 2 else MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(low, high)
         )
 
 

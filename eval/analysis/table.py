@@ -92,9 +92,9 @@ class Table:
 
         width: in characters; the last columns that do not fit are left out, and a line says so.
         """
-        shown = self.cells if self.brief is None else self.brief
-        rows = list(self._terminal_rows(shown))
-        first, *others = shown.columns[self.keys - 1 :]
+        table_cells = self.cells if self.brief is None else self.brief
+        rows = list(self._terminal_rows(table_cells))
+        first, *others = table_cells.columns[self.keys - 1 :]
         headings = [first.replace("**", ""), *(heading.replace(" ", "\n", 1) for heading in others)]
         widths = [
             2 + max(map(len, (*heading.split("\n"), *(texts[place] for texts, _ in rows))))
@@ -127,12 +127,12 @@ class Table:
             )
         return table
 
-    def _terminal_rows(self, shown: pd.DataFrame) -> Iterator[tuple[list[str], bool]]:
+    def _terminal_rows(self, table_cells: pd.DataFrame) -> Iterator[tuple[list[str], bool]]:
         """(texts, whether they are bold) of each line: a group's name, without values, stands
         above its rows.
         """
         group = None
-        for row in shown.to_numpy().tolist():
+        for row in table_cells.to_numpy().tolist():
             *above, name = row[: self.keys]
             if above and above != group:
                 group = above
@@ -146,18 +146,18 @@ class Table:
         A name of a group stands in its first row only. Neighbouring headings such as `XGen: score`
             share a line above.
         """
-        shown = self.cells.map(latex)
-        shown.columns = [latex(heading) for heading in self.cells]
-        groups: Any = shown.iloc[:, : self.keys - 1]
+        latex_cells = self.cells.map(latex)
+        latex_cells.columns = [latex(heading) for heading in self.cells]
+        groups: Any = latex_cells.iloc[:, : self.keys - 1]
         repeats = (groups == groups.shift()).all(axis=1)
         for heading in groups:
-            shown[heading] = shown[heading].mask(repeats, "")
-        if any(": " in heading for heading in shown):
-            shown.columns = pd.MultiIndex.from_tuples(
-                [heading.rpartition(": ")[::2] for heading in shown]
+            latex_cells[heading] = latex_cells[heading].mask(repeats, "")
+        if any(": " in heading for heading in latex_cells):
+            latex_cells.columns = pd.MultiIndex.from_tuples(
+                [heading.rpartition(": ")[::2] for heading in latex_cells]
             )
-        alignment = "l" * self.keys + "r" * (shown.shape[1] - self.keys)
-        body = shown.to_latex(
+        alignment = "l" * self.keys + "r" * (latex_cells.shape[1] - self.keys)
+        body = latex_cells.to_latex(
             index=False, longtable=True, escape=False, column_format=alignment,
             multicolumn_format="c", caption=latex(self.title), label=f"tab:{self.name}",
         )  # fmt: skip
@@ -296,9 +296,18 @@ def as_table(place: int, title: str, caption: str, command: str, notes: str = ""
         @wraps(make)
         def made(*results: Results, **settings: Any) -> Table:
             rows = make(*results, **settings)
-            shown, below, more = (text.format(**rows.values) for text in (title, caption, notes))
+            full_title, full_caption, full_notes = (
+                text.format(**rows.values) for text in (title, caption, notes)
+            )
             return Table(
-                name, shown, below, rows.frame, rows.cells, rows.keys, notes=more, command=command
+                name,
+                full_title,
+                full_caption,
+                rows.frame,
+                rows.cells,
+                rows.keys,
+                notes=full_notes,
+                command=command,
             )
 
         _TABLES[name] = place, made
@@ -335,13 +344,15 @@ def _load() -> None:
 def tables() -> dict[str, Callable[..., Table]]:
     """All tables by name, in order, made of stored results only."""
     _load()
-    return {name: make for name, (_, make) in sorted(_TABLES.items(), key=lambda one: one[1][0])}
+    return {name: make for name, (_, make) in sorted(_TABLES.items(), key=lambda item: item[1][0])}
 
 
 def figures() -> dict[str, Figure]:
     """All figures by name, in order, made of stored results only."""
     _load()
-    return {name: one for name, (_, one) in sorted(_FIGURES.items(), key=lambda one: one[1][0])}
+    return {
+        name: figure for name, (_, figure) in sorted(_FIGURES.items(), key=lambda item: item[1][0])
+    }
 
 
 MODEL, LABEL, EXAMPLES = (
@@ -368,7 +379,7 @@ def has_values(values: Any, name: str) -> bool:
 
 def measured(columns: Iterable[Column], values: pd.DataFrame) -> list[Column]:
     """The columns without optional ones that no row has."""
-    return [one for one in columns if not one.optional or has_values(values, one.name)]
+    return [column for column in columns if not column.optional or has_values(values, column.name)]
 
 
 def cells(

@@ -66,14 +66,14 @@ def verdicts(*groups: Results) -> Rows:
                 if name in claim.paper
             ]
     frame: Any = pd.DataFrame(rows, columns=[*_FRAME, "ours"])
-    shown = [
+    texts = [
         f"{verdict}: {lacking}" if lacking else f"{verdict}{_count(failed)}"
         for verdict, lacking, failed in zip(
             frame["verdict"], frame["lacking"], frame["failed"], strict=True
         )
     ]
     everything = Results([run for results in groups for run in results.runs])
-    text = cells(frame.assign(shown_verdict=shown), _COLUMNS, everything)
+    text = cells(frame.assign(shown_verdict=texts), _COLUMNS, everything)
     return Rows(frame[_FRAME], text, keys=3)
 
 
@@ -100,5 +100,5 @@ def _row(
         "verdict": claim.verdict(values, paper_model, finding.lacking),
         "lacking": finding.lacking,
         "failed": finding.failed,
-        "shown": claim.shown,
+        "shown": claim.exhibit,
     }

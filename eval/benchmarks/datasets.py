@@ -115,13 +115,13 @@ def choose(names: Sequence[str], model: str, length: int) -> tuple[Dataset, ...]
     Datasets without rows are among them. Raises UserError for an unknown name (with the closest
         known ones), or several suites.
     """
-    own = describe(names, length)
+    user_datasets = describe(names, length)
     known = [name for name in names if name in CHOICES]
-    if own and known:
+    if user_datasets and known:
         given = f"dataset=[{','.join(names)}]"
         raise UserError(f"{given}: {known[0]} shares no table with your own rows: give one of both")
-    datasets: Sequence[Dataset] = add_own(own)
-    if not own:
+    datasets: Sequence[Dataset] = add_own(user_datasets)
+    if not user_datasets:
         suite = default_suite(model)
         wanted = [each for name in names or [suite.whole] for each in _named(name, suite, model)]
         datasets = tuple(dict.fromkeys(wanted))

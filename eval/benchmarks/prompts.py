@@ -229,9 +229,9 @@ def end_token_ids(
     if dataset.full_length:
         return ()
     ends = [model_eos_ids] if isinstance(model_eos_ids, int) else list(model_eos_ids or ())
-    own: Any = tokenizer.eos_token_id
-    if not ends and own is not None:
-        ends.append(own)
+    eos_id: Any = tokenizer.eos_token_id
+    if not ends and eos_id is not None:
+        ends.append(eos_id)
     if dataset.newline_ends:
         newline = _tokenize(tokenizer, "\n", special_tokens=False)
         if not newline:

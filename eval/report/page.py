@@ -48,7 +48,8 @@ def render(results: Results, content: Content, most: int | None = None) -> str:
         tables=content.tables,
         legend=legend(content.tables),
         pictures=[
-            (one.name, one.figure, _data_uri(one.name, one.drawn)) for one in content.pictures
+            (picture.name, picture.figure, _data_uri(picture.name, picture.drawn))
+            for picture in content.pictures
         ],
         missing=content.missing,
         answers=[(run, answers_of(run, most)) for run in runs],
@@ -144,7 +145,7 @@ def answers_of(run: StoredRun, most: int | None = None) -> dict[str, list[dict[s
         baseline = visit.answers.get(run.identity["baseline"])
         for name, answer in visit.answers.items():
             compared = None if run.arms[name].is_baseline else baseline
-            entry["answers"].setdefault(name, _shown(visit, answer, compared))
+            entry["answers"].setdefault(name, _describe_answer(visit, answer, compared))
     return {
         dataset: [
             entry
@@ -160,7 +161,7 @@ def answers_of(run: StoredRun, most: int | None = None) -> dict[str, list[dict[s
     }
 
 
-def _shown(visit: Visit, answer: Answer, baseline: Answer | None) -> dict[str, Any]:
+def _describe_answer(visit: Visit, answer: Answer, baseline: Answer | None) -> dict[str, Any]:
     """An answer's text (None if it is not stored), its numbers, and whether its text is the
     baseline's.
     """

@@ -44,11 +44,13 @@ def specification(
     place = {"entity": entity, "project": project} if entity else {}
     prints = [run.about["fingerprint"] for run in results.runs]
 
-    def panels(shown: list[Block], only: str = f"Config('fingerprint') in {prints}") -> Block:
+    def panels(
+        panel_blocks: list[Block], only: str = f"Config('fingerprint') in {prints}"
+    ) -> Block:
         return dict(
             kind="PanelGrid",
             runsets=[dict(kind="Runset", name="runs", filters=only, **place)],
-            panels=shown,
+            panels=panel_blocks,
         )
 
     examples = len({key for run in results.runs for key in run.answered})
@@ -64,14 +66,14 @@ def specification(
     ]
     blocks += [dict(kind="MarkdownBlock", text=table.to_markdown("#")) for table in content.tables]
     blocks.append(dict(kind="H1", text="Figures"))
-    for one in content.pictures:
-        picture = dict(
+    for picture in content.pictures:
+        block = dict(
             kind="MediaBrowser",
-            title=one.figure.title,
-            media_keys=[f"figures/{one.name}"],
+            title=picture.figure.title,
+            media_keys=[f"figures/{picture.name}"],
             layout=wide,
         )
-        blocks.append(panels([picture], only=f"Config('report') = '{report_id(results)}'"))
+        blocks.append(panels([block], only=f"Config('report') = '{report_id(results)}'"))
     measured = {DATASETS[name].task for run in results.runs for name in run.datasets}
     for task in [*(task for task in TASKS if task in measured), "all"]:
         bars = [dict(kind="BarPlot", metrics=[f"{task}/{column}"]) for column in _BARS]
@@ -124,7 +126,12 @@ def publish(results: Results, content: Content, report: Block) -> str:
     }
     try:
         with wandb.init(**place, name=report["title"], job_type="report") as run:
-            run.log({f"figures/{one.name}": wandb.Image(one.drawn) for one in content.pictures})
+            run.log(
+                {
+                    f"figures/{picture.name}": wandb.Image(picture.drawn)
+                    for picture in content.pictures
+                }
+            )
         report_made.save()
     except Exception as error:  # no network, no such project, no permission: many types
         raise UserError(f"W&B refused the report ({type(error).__name__}: {error})") from error

@@ -97,10 +97,12 @@ def write_groups(
 
     _remove(out, tables, figures)
     paths = list[Path]()
-    own = {name: make for name, make in tables.items() if name != OF_ALL}
+    group_tables = {name: make for name, make in tables.items() if name != OF_ALL}
     links = []
     for results in groups:
-        index, *files = write_paper(results, out / results.name, own, figures, formats, most)
+        index, *files = write_paper(
+            results, out / results.name, group_tables, figures, formats, most
+        )
         runs = ", ".join(run.folder.name for run in results.runs)
         links.append(f"- [{results.name}]({index.relative_to(out).as_posix()}): {runs}")
         paths += [index, *files]

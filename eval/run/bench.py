@@ -131,7 +131,9 @@ class Bench:
                 arms[arm.label] = self._attempt(prompt, partial(answer_of, *about))
             elif outcome is not None:
                 arms[arm.label] = outcome
-        self._forget([one.prefilled for one in outcomes.values() if isinstance(one, Measured)])
+        self._forget(
+            [measured.prefilled for measured in outcomes.values() if isinstance(measured, Measured)]
+        )
         ceiling = attention_ceiling(self.model.config, len(prompt.token_ids))
         return Visit(
             dataset=prompt.dataset.name,
@@ -201,7 +203,9 @@ class Bench:
         reset_peak(self.model.device)
 
     def _forget(self, prefills: Collection[Generation | None]) -> None:
-        self._kept = [kept for kept in self._kept if not any(kept is one for one in prefills)]
+        self._kept = [
+            kept for kept in self._kept if not any(kept is prefill for prefill in prefills)
+        ]
 
     def _peak(self, method: Method) -> int | None:
         """The answer's peak memory in bytes so far, without other arms' models and kept
@@ -210,8 +214,8 @@ class Bench:
         peak = read_peak(self.model.device)
         if peak is None:
             return None
-        of_others = HELPERS.nbytes(method.models(), self.model.device)
-        now = peak - of_others - sum(prefilled.nbytes for prefilled in self._kept)
+        other_models = HELPERS.nbytes(method.models(), self.model.device)
+        now = peak - other_models - sum(prefilled.nbytes for prefilled in self._kept)
         return now if self._peak_so_far is None else max(now, self._peak_so_far)
 
     def _attempt(self, prompt: Prompt, do: Callable[[], T]) -> T | Failure:
@@ -258,17 +262,17 @@ class Bench:
             if isinstance(ended, Failure):
                 reason = ended.error.partition(";")[0]
                 log.warning("the answers in the batch start again, one arm at a time: %s", reason)
-                self._forget([kept for one in running.values() for kept in one.kept])
-                lost = [(one.prompt, one.arm) for one in running.values()]
+                self._forget([kept for answer in running.values() for kept in answer.kept])
+                lost = [(answer.prompt, answer.arm) for answer in running.values()]
                 while waiting and waiting[0][0] is newest:
                     lost.append(waiting.popleft())
                 return lost
             for generation in ended:
-                one = running.pop(generation)
-                prefilled = one.kept[0] if one.kept else None
+                answer = running.pop(generation)
+                prefilled = answer.kept[0] if answer.kept else None
                 yield (
-                    one.prompt,
-                    one.arm,
+                    answer.prompt,
+                    answer.arm,
                     Measured(generation.method, generation, None, prefilled, True),
                 )
         return []
@@ -299,7 +303,7 @@ class Running:
 def _arms_to_begin(waiting: deque[Pair], running: Mapping[Generation, Running]) -> int:
     """How many answers the next visit in line begins together: 1 if it has begun."""
     newest = waiting[0][0]
-    has_begun = any(one.prompt is newest for one in running.values())
+    has_begun = any(answer.prompt is newest for answer in running.values())
     return 1 if has_begun else sum(prompt is newest for prompt, _ in waiting)
 
 

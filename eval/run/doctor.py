@@ -192,7 +192,7 @@ def check_rows(runs: Sequence[RunConfig]) -> State:
             rows = (
                 0
                 if data.dir is None
-                else sum(len(one.examples) for one in read_rows(run, datasets, data))
+                else sum(len(loaded.examples) for loaded in read_rows(run, datasets, data))
             )
         except UserError as error:
             return MISSING, str(error)

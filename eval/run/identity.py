@@ -111,8 +111,8 @@ def method_code(name: str) -> str:
         ]
         functions = [inspect.unwrap(part) for part in notebook if inspect.isfunction(part)]
         # not those of `dataclass`
-        own = [part for part in functions if part.__code__.co_filename != "<string>"]
-        codes = [sha256_of([inspect.getsource(part) for part in own])[:16]]
+        written = [part for part in functions if part.__code__.co_filename != "<string>"]
+        codes = [sha256_of([inspect.getsource(part) for part in written])[:16]]
     if methods := shipped - {*SHARED_CODE}:
         codes.append(code_sha256(tuple(sorted(methods))))
     return " ".join(filter(None, codes))
@@ -161,14 +161,15 @@ def _identify_data(config: RunConfig, rows: Sequence[LoadedDataset]) -> dict[str
     longest = max(loaded.max_new_tokens for loaded in rows)
     identity: dict[str, Any] = {
         "data": {
-            one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in rows
+            loaded.dataset.name: f"{loaded.data_sha256[:16]} {loaded.config_sha256[:16]}"
+            for loaded in rows
         },
         "max_new_tokens": config.max_new_tokens
         if (config.max_new_tokens or longest) < longest
         else None,
     }
     if config.subset == "by_length":  # equal for all who chose the same rows
-        ids = {one.dataset.name: [example.id for example in one.examples] for one in rows}
+        ids = {loaded.dataset.name: [example.id for example in loaded.examples] for loaded in rows}
         identity["subset"] = sha256_of(ids)[:16]
     return identity
 

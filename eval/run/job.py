@@ -101,10 +101,10 @@ def start(
 def _do(
     job_of: Callable[[DictConfig], object], arguments: Sequence[str], kind: type[Config]
 ) -> None:
-    of_sweep = dict(
+    sweep_options = dict(
         argument.split("=", 1) for argument in arguments if argument.startswith("hydra.sweep.dir=")
     )
-    runs = Path(of_sweep.get("hydra.sweep.dir", RUNS))
+    runs = Path(sweep_options.get("hydra.sweep.dir", RUNS))
     if {"-m", "--multirun"} & set(arguments):
         check_writable(runs)
     if not any(argument.startswith("-") for argument in arguments):
@@ -125,20 +125,20 @@ def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
     what Hydra refuses.
     """
     jobs: list[DictConfig] = []
-    own = [
+    overrides = [
         word
         for word in arguments
         if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")
     ]
     if options := [
-        word for word in own if word.startswith("-")
+        word for word in overrides if word.startswith("-")
     ]:  # --cfg, for one, is Hydra's of a run
         raise UserError(f"{options[0]}: expected KEY=VALUE, such as limit=3, or -m")
-    check_arguments(own)
-    register(own)
+    check_arguments(overrides)
+    register(overrides)
     with TemporaryDirectory() as folder:  # Hydra writes the sweep's settings there
         quiet = ["hydra/hydra_logging=none", f"hydra.sweep.dir={folder}"]
-        _through_hydra(jobs.append, ["-m", *own, *quiet])
+        _through_hydra(jobs.append, ["-m", *overrides, *quiet])
     # not in Hydra's jobs, which print a line before an error
     return [to_settings(config) for config in jobs]
 

@@ -97,7 +97,8 @@ def groups_of(config: RunConfig) -> list[Group]:
         return estimated_groups(config)
     here = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
     keys = Counter(
-        (one.dataset.name, len(one.token_ids), one.max_new_tokens) for one in prompts_of(here)
+        (prompt.dataset.name, len(prompt.token_ids), prompt.max_new_tokens)
+        for prompt in prompts_of(here)
     )
     return [Group(*key, count) for key, count in keys.items()]
 
@@ -277,33 +278,34 @@ def as_text(planned: Sequence[Cost]) -> str:
     """A Markdown table, and the assumptions below it."""
     from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
 
-    largest = max(planned, key=lambda one: one.peak)
+    largest = max(planned, key=lambda cost: cost.peak)
     parts = ", ".join(f"{part} {size / 1e9:.3g}" for part, size in largest.memory.items() if size)
-    total = sum((one.work for one in planned), Work(0, 0, 0))
+    total = sum((cost.work for cost in planned), Work(0, 0, 0))
     lines = [*markdown_lines(_HEADINGS, [_cells(cost) for cost in planned], 2), ""]
     lines.append(
-        f"{counted(len(planned), 'arm')} of {counted(len({one.run for one in planned}), 'model')}: "
+        f"{counted(len(planned), 'arm')} of "
+        f"{counted(len({cost.run for cost in planned}), 'model')}: "
         f"{amount(total.flops / 1e15)} PFLOP, {amount(total.read / 1e12)} TB read"
     )
     lines.append(
         f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}, {largest.arm}; Python "
         "and torch take more"
     )
-    lines += dict.fromkeys(f"{one.run}: {one.dtype}" for one in planned)
+    lines += dict.fromkeys(f"{cost.run}: {cost.dtype}" for cost in planned)
     lines += dict.fromkeys(
-        f"attention takes {1 - 1 / one.ceiling:.0%} of the FLOPs of {one.run}'s prefill of "
-        f"{one.longest:,} tokens: methods that skip only attention are at most {one.ceiling:.2f} "
+        f"attention takes {1 - 1 / cost.ceiling:.0%} of the FLOPs of {cost.run}'s prefill of "
+        f"{cost.longest:,} tokens: methods that skip only attention are at most {cost.ceiling:.2f} "
         "times as fast"
-        for one in planned
+        for cost in planned
     )
-    if any(one.is_estimate for one in planned):
+    if any(cost.is_estimate for cost in planned):
         lines.append(ESTIMATE)
     rates = dict.fromkeys(
         f"{device.flops_per_s / 1e12:.3g} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s "
         f"({device.name})"
-        for device in (one.device for one in planned)
+        for device in (cost.device for cost in planned)
     )
-    total_s, device = sum(one.seconds for one in planned), largest.device
+    total_s, device = sum(cost.seconds for cost in planned), largest.device
     lines.append(f"{duration(total_s)} one after the other at {RATE:.0%} of {' and '.join(rates)}")
     if device.gigabytes and largest.peak > 0.95e9 * device.gigabytes:
         lines.append(

@@ -246,8 +246,8 @@ def resolve_arms(
     for arm in arms:
         try:
             made = {
-                (arm.label, one.name): arm.method(one, shape, column, length, limit)
-                for one in datasets
+                (arm.label, dataset.name): arm.method(dataset, shape, column, length, limit)
+                for dataset in datasets
             }
         except OutOfReachError as error:
             log.warning("left out: %s", error)

@@ -165,6 +165,6 @@ def main(arguments: Sequence[str]) -> int:
         (Console() if Console().is_terminal else Console(width=160)).print(table)
         print(
             f"{counted(len(lines), 'run')}:",
-            ", ".join(f"{states[one]} {one}" for one in _EXIT if states[one]),
+            ", ".join(f"{states[state]} {state}" for state in _EXIT if states[state]),
         )
     return next(code for state, code in _EXIT.items() if states[state])

@@ -64,10 +64,10 @@ def _texts_of_answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -
     """The text that each token adds to the answer; a letter of several tokens belongs to the
     last.
     """
-    shown, texts = "", []
+    prefix, texts = "", []
     for end in range(1, len(token_ids) + 1):
         whole = str(tokenizer.decode(token_ids[:end]))
         unfinished = whole.endswith("\ufffd") and end < len(token_ids)
-        texts.append("" if unfinished else whole[len(shown) :])
-        shown = shown if unfinished else whole
+        texts.append("" if unfinished else whole[len(prefix) :])
+        prefix = prefix if unfinished else whole
     return texts

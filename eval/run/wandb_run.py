@@ -111,23 +111,23 @@ class Tracker:
         from eval.store.frame import numbers_of  # not at the top: it imports pandas
 
         answers = {label: numbers_of(visit, answer) for label, answer in visit.answers.items()}
-        own, reference = answers.get(self.arm.name), answers.get(self.run.identity["baseline"])
-        if own is None:
+        numbers, reference = answers.get(self.arm.name), answers.get(self.run.identity["baseline"])
+        if numbers is None:
             return
         sums = self.sums
         sums["examples"] += 1
         for name in ("score", "pct_prompt_tokens_computed"):
-            sums[name] += own[name]
-        shown = {
+            sums[name] += numbers[name]
+        metrics = {
             name: sums[name] / sums["examples"] for name in ("score", "pct_prompt_tokens_computed")
         }
         for name, speedup in {"ttft_s": "ttft_speedup", "total_s": "generation_speedup"}.items():
             if reference is not None:
-                sums[name] += own[name]
+                sums[name] += numbers[name]
                 sums[f"reference {name}"] += reference[name]
             if name in sums:
-                shown[speedup] = sums[f"reference {name}"] / sums[name]
-        known = {f"running/{name}": value for name, value in shown.items() if value == value}
+                metrics[speedup] = sums[f"reference {name}"] / sums[name]
+        known = {f"running/{name}": value for name, value in metrics.items() if value == value}
         self._run.log({"examples": int(sums["examples"]), **known})
 
     @_harmless

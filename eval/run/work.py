@@ -130,7 +130,8 @@ class Model:
         return {
             "weights": self.weights,
             "other models": sum(
-                one.weights + n * one.config.num_hidden_layers * one.kv_bytes for one in others
+                model.weights + n * model.config.num_hidden_layers * model.kv_bytes
+                for model in others
             ),
             "K and V": batch_size * slots * self.kv_bytes,
             "Aux Cache": batch_size * method.aux_rows(depth, most) * shape.width * self.size,
@@ -139,7 +140,7 @@ class Model:
 
 
 def fitting_batch(
-    asked: int | None,
+    batch_size: int | None,
     spec: ModelSpec,
     methods: Collection[Method],
     n: int,
@@ -148,21 +149,22 @@ def fitting_batch(
 ) -> int:
     """The number of answers that decode together. Raises UserError if those of a method cannot.
 
-    asked: the setting `batch_size`. methods: all that answer. n: tokens of the longest prompt.
+    batch_size: the setting. methods: all that answer. n: tokens of the longest prompt.
     memory: bytes of the accelerators; None for a CPU, or if it is not known.
     """
     alone = [method.label for method in methods if not method.can_batch]
-    if alone and (asked or 1) > 1:
+    if alone and (batch_size or 1) > 1:
         raise UserError(
-            f"batch_size={asked}: {alone[0]} decodes in a way of its own: give batch_size=1"
+            f"batch_size={batch_size}: {alone[0]} decodes in a way of its own: give batch_size=1"
         )
-    if asked is not None:
-        return asked
+    if batch_size is not None:
+        return batch_size
     if alone or memory is None:
         return 1
     model, size = Model.of(spec), LARGEST_BATCH
     while size > 1 and any(
-        sum(model.memory(one, n, new_tokens, size).values()) > USABLE * memory for one in methods
+        sum(model.memory(method, n, new_tokens, size).values()) > USABLE * memory
+        for method in methods
     ):
         size -= 1
     return size

@@ -211,10 +211,10 @@ def _mend(file: Path, name: str) -> None:
         names = (file.with_name(f"{file.name}.damaged-{number}") for number in count(1))
         aside = next(path for path in names if not path.exists())
         write_whole(aside, b"".join(line.data + b"\n" for line in bad))
-        shown = [f"line {line.number}: {line.fault}" for line in bad]
-        about = "; ".join(shown[:3] + ["..."] * (len(shown) > 3))
+        faults = [f"line {line.number}: {line.fault}" for line in bad]
+        about = "; ".join(faults[:3] + ["..."] * (len(faults) > 3))
         log.warning(
-            "%s: damaged lines are set aside in %s: %d (%s)", file, aside.name, len(shown), about
+            "%s: damaged lines are set aside in %s: %d (%s)", file, aside.name, len(faults), about
         )
     good = b"".join(line.data + b"\n" for line in lines if line.fault is None)
     if good != _data(file):

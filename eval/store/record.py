@@ -181,12 +181,14 @@ class Visit(Record):
     @property
     def answers(self) -> dict[str, Answer]:
         """{label: answer} of the arms that have answered."""
-        return {label: one for label, one in self.arms.items() if isinstance(one, Answer)}
+        return {label: answer for label, answer in self.arms.items() if isinstance(answer, Answer)}
 
     @property
     def failures(self) -> dict[str, Failure]:
         """{label: why} of the arms that have not."""
-        return {label: one for label, one in self.arms.items() if isinstance(one, Failure)}
+        return {
+            label: failure for label, failure in self.arms.items() if isinstance(failure, Failure)
+        }
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Visit:

@@ -274,7 +274,7 @@ def shared_values(run: StoredRun) -> dict[str, Any]:
     """
     identity = run.identity
     usual = {"clock": None, "chat_args": None, "system": None, "today": None, "thinking_tokens": 0}
-    flat = usual | dict(_flat({key: one for key, one in identity.items() if key not in _FREE}))
+    flat = usual | dict(_flat({key: value for key, value in identity.items() if key not in _FREE}))
     values = {f"{run.model}: {key}": value for key, value in flat.items()}
     arms = identity["arms"].values()
     values |= {f"code of {arm['method']['name']}": arm["code"] for arm in arms if "code" in arm}
@@ -295,7 +295,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def as_text(values: Mapping[str, Any]) -> dict[str, str]:
     """{"machine.cpu": ...} of nested mappings, values in the command line's syntax."""
     flat = dict(_flat(values))
-    return {key: one if isinstance(one, str) else json.dumps(one) for key, one in flat.items()}
+    return {
+        key: value if isinstance(value, str) else json.dumps(value) for key, value in flat.items()
+    }
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
@@ -317,7 +319,7 @@ def choose(runs: Sequence[StoredRun], where: Iterable[str] = ()) -> list[StoredR
             near = nearest(key, names, "run.json of a run")
             expected = f"expected KEY=VALUE with a key of these runs: {near}"
             raise UserError(f"--where {condition}: {expected}")
-        left = [run for run, own in zip(left, known, strict=True) if own.get(key) == value]
+        left = [run for run, values in zip(left, known, strict=True) if values.get(key) == value]
         if not left:
             choices = ", ".join(sorted({values[key] for values in known if key in values}))
             raise UserError(f"--where {condition}: no such run; {key} is one of {choices}")

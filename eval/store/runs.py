@@ -216,14 +216,14 @@ class StoredRun:
     @property
     def warnings(self) -> list[str]:
         """`lazyllm.machine.machine_warnings` of its baseline."""
-        of_baseline: Any = self.rows[self.rows["arm"] == self.identity["baseline"]]
-        long: Any = of_baseline[of_baseline["prompt_tokens"] >= LONG]
+        baseline_rows: Any = self.rows[self.rows["arm"] == self.identity["baseline"]]
+        long: Any = baseline_rows[baseline_rows["prompt_tokens"] >= LONG]
         # each token takes 2 FLOPs for each weight, which in 16 bits has 2 bytes
-        weights = (of_baseline["prefill_flops"] / of_baseline["prompt_tokens"]).min()
+        weights = (baseline_rows["prefill_flops"] / baseline_rows["prompt_tokens"]).min()
         numbers = (
             float(long["prefill_mfu"].min()),
             self.identity.get("dtype"),
-            float(of_baseline["step_s"].median()),
+            float(baseline_rows["step_s"].median()),
         )
         return machine_warnings(self.device, self.kernels, *numbers, float(weights))
 
@@ -261,8 +261,8 @@ def canonical_json(settings: Mapping[str, Any]) -> str:
 
 def label_of(method: str, settings: Mapping[str, Any]) -> str:
     """A setting as shown: `lazy, speedup=1.5x`, without null."""
-    shown = [f"{key}={_format(key, value)}" for key, value in settings.items() if value is not None]
-    return ", ".join([method, *shown])
+    parts = [f"{key}={_format(key, value)}" for key, value in settings.items() if value is not None]
+    return ", ".join([method, *parts])
 
 
 def _format(key: str, value: Any) -> str:

@@ -162,10 +162,10 @@ def _with_costs(rows: Any, others: Any) -> Any:
     The seconds are NaN if the steps of one were not timed, as those of batches.
     """
     seconds = [
-        own[min(len(own), len(other)) - 1]
-        if isinstance(own, tuple) and isinstance(other, tuple)
+        token_s[min(len(token_s), len(other_s)) - 1]
+        if isinstance(token_s, tuple) and isinstance(other_s, tuple)
         else np.nan
-        for own, other in zip(rows["token_s"], others["token_s"], strict=True)
+        for token_s, other_s in zip(rows["token_s"], others["token_s"], strict=True)
     ]
     return rows.assign(cache_bytes=rows["kv_bytes"] + rows["aux_bytes"], equal_length_s=seconds)
 
@@ -190,13 +190,17 @@ def _draw(values: np.ndarray, datasets: np.ndarray, name: str) -> tuple[np.ndarr
 
     values: [examples, columns]. datasets: [examples] the dataset of each.
     """
-    own = np.flatnonzero(datasets == name)
-    if len(own) > 1:
-        weights = _weights(name, len(own))
-        return weights @ values[own], weights.sum(axis=1, keepdims=True)
-    of_task = np.flatnonzero([DATASETS[other].task == DATASETS[name].task for other in datasets])
-    picks = np.random.default_rng(list(name.encode())).integers(0, len(of_task), size=RESAMPLES)
-    return values[[*own, *of_task[picks]]], np.ones((1 + RESAMPLES, 1))
+    indices = np.flatnonzero(datasets == name)
+    if len(indices) > 1:
+        weights = _weights(name, len(indices))
+        return weights @ values[indices], weights.sum(axis=1, keepdims=True)
+    task_indices = np.flatnonzero(
+        [DATASETS[other].task == DATASETS[name].task for other in datasets]
+    )
+    picks = np.random.default_rng(list(name.encode())).integers(
+        0, len(task_indices), size=RESAMPLES
+    )
+    return values[[*indices, *task_indices[picks]]], np.ones((1 + RESAMPLES, 1))
 
 
 def _draw_dataset(examples: pd.DataFrame, name: str) -> Draws:
@@ -215,9 +219,9 @@ def _draw_dataset(examples: pd.DataFrame, name: str) -> Draws:
         for speedup, cost in _SPEEDUPS.items():
             drawn[speedup] = sums[f"reference_{cost}"] / sums[f"own_{cost}"]
     # the official score is rounded before it is averaged over datasets
-    own = examples[datasets == name]
-    paired = own[own["has_pair"] > 0]
-    drawn["score"][0] = dataset_score((own["score"] / 100).tolist())
+    rows = examples[datasets == name]
+    paired = rows[rows["has_pair"] > 0]
+    drawn["score"][0] = dataset_score((rows["score"] / 100).tolist())
     for column in ("own_score", "reference_score") if len(paired) else ():
         drawn[column][0] = dataset_score((paired[column] / 100).tolist())
     return _with_ratios(drawn)
@@ -225,15 +229,17 @@ def _draw_dataset(examples: pd.DataFrame, name: str) -> Draws:
 
 def _average(draws: Sequence[Draws]) -> Draws:
     """The means over datasets, or tasks."""
-    return _with_ratios({name: np.mean([one[name] for one in draws], axis=0) for name in draws[0]})
+    return _with_ratios(
+        {name: np.mean([draw[name] for draw in draws], axis=0) for name in draws[0]}
+    )
 
 
 def _with_ratios(drawn: Draws) -> Draws:
     """With the values that are ratios or differences of others."""
-    reference, own = drawn["reference_score"], drawn["own_score"]
+    reference, score = drawn["reference_score"], drawn["own_score"]
     ratios = {
-        "score_difference": own - reference,
-        "relative_score": 100 * own / np.where(reference == 0, np.nan, reference),
+        "score_difference": score - reference,
+        "relative_score": 100 * score / np.where(reference == 0, np.nan, reference),
     }
     for ratio, name in (("cache_ratio", "cache_bytes"), ("peak_ratio", "peak_memory_bytes")):
         below = drawn[f"reference_{name}"]

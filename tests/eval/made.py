@@ -40,12 +40,12 @@ def stored(
     """
     settings = settings or {}
     settings = (LAZY if method == "lazy" and "speedup" not in settings else {}) | settings
-    own = {name: value for name, value in settings.items() if name != "speedup"}
+    hyperparameters = {name: value for name, value in settings.items() if name != "speedup"}
     arms: dict[str, Any] = {"baseline": {"method": {"name": "baseline"}, "code": "2"}}
     if method == "baseline":
-        visits = [only(one, "baseline") for one in visits]
+        visits = [only(example, "baseline") for example in visits]
     else:
-        arms["lazy"] = {"method": {"name": method, "seed": seed, **own}, "code": "2"}
+        arms["lazy"] = {"method": {"name": method, "seed": seed, **hyperparameters}, "code": "2"}
         arms["lazy"] |= (
             {"speedup": settings["speedup"], "parameters": solved or {}}
             if "speedup" in settings
@@ -67,8 +67,8 @@ def write_run(folder: Path, visits: Sequence[Visit], *setting: Any, **about: Any
     run = stored(visits, *setting, **about)
     rest = {name: run.about[name] for name in ("config", "provenance")}
     with open_store(folder, run.identity, rest) as store:
-        for one in visits:
-            store.append(one)
+        for example in visits:
+            store.append(example)
     return folder
 
 

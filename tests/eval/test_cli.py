@@ -288,9 +288,9 @@ def test_a_terminal_without_the_sign_shows_another() -> None:
     (run,) = (ROOT / "results" / "smollm2" / "records").glob("*-revival-*")
     command = [sys.executable, "-m", "eval.cli", "results", str(run)]
     plain = os.environ | {"PYTHONIOENCODING": "ascii"}
-    shown = subprocess.run(command, capture_output=True, env=plain, check=True)
-    assert b"?" in shown.stdout  # for ±
-    assert b"Error" not in shown.stderr
+    process = subprocess.run(command, capture_output=True, env=plain, check=True)
+    assert b"?" in process.stdout  # for ±
+    assert b"Error" not in process.stderr
 
 
 def test_first_example_waits_for_no_import_that_only_tables_and_trackers_need() -> None:

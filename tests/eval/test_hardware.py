@@ -171,10 +171,10 @@ def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(
 ) -> None:
     monkeypatch.setattr(measuring, "_rate", lambda *_: 1e15)
     run = measured(small_config(tmp_path / "run", limit=1, dataset="lookup", warmup=1))
-    [one] = run.visits
-    baseline = one.answers["baseline"]
+    [example] = run.visits
+    baseline = example.answers["baseline"]
     config: Any = load_config(ModelSpec("tiny"))
-    n, w, d = one.prompt_tokens, config.hidden_size, config.head_dim
+    n, w, d = example.prompt_tokens, config.hidden_size, config.head_dim
     linear = 2 * (
         w * d * 2 * (config.num_attention_heads + config.num_key_value_heads)
         + 3 * w * config.intermediate_size
@@ -182,7 +182,7 @@ def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(
     pairs = 4 * config.num_attention_heads * d * n * (n + 1) // 2
     flops = config.num_hidden_layers * (n * linear + pairs) + 2 * w * config.vocab_size
     assert baseline.prefill_mfu == pytest.approx(flops / baseline.ttft_s / 1e15)
-    assert one.kernel == "SDPA's flash for CPUs"
+    assert example.kernel == "SDPA's flash for CPUs"
     text = run_table(Results([run]), "a run").to_markdown()
     assert "MFU, %" in text
     assert "Attention kernel of the baseline, by its operators: SDPA's flash for CPUs." in text
@@ -229,8 +229,8 @@ def test_baseline_that_flatters_speedups_is_named(
 
 
 def test_table_of_runs_names_each_caution_of_all_runs_once() -> None:
-    one, other = (stored_on(H100, at(0.1, 9000, kernel)) for kernel in (None, FLASH_2))
-    caption = run_table(Results([one, other]), "two").caption
-    assert len(one.warnings) == 1  # the other one has two
-    assert [caption.count(f"Caution: {sentence}.") for sentence in other.warnings] == [1, 1]
+    first, second = (stored_on(H100, at(0.1, 9000, kernel)) for kernel in (None, FLASH_2))
+    caption = run_table(Results([first, second]), "two").caption
+    assert len(first.warnings) == 1  # the other one has two
+    assert [caption.count(f"Caution: {sentence}.") for sentence in second.warnings] == [1, 1]
     assert f"by its operators: {FLASH_2}." in caption

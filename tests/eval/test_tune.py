@@ -194,7 +194,10 @@ def test_study_of_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
             visits = read_visits(folder)
             assert {" ".join(visit.key) for visit in visits} == {*content[part]}
             answers: list[Any] = [visit.answers["tuned"] for visit in visits]
-            found = [mean(one.answer_kl for one in answers), mean(one.gold_kl for one in answers)]
+            found = [
+                mean(answer.answer_kl for answer in answers),
+                mean(answer.gold_kl for answer in answers),
+            ]
             kls.setdefault(part, {})[folder.name] = found
     assert len(kls["rows"]) == 2
     best = min(kls["rows"], key=lambda name: kls["rows"][name])
@@ -209,8 +212,8 @@ def test_study_of_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     _, _, _, *words = shlex.split(command)
     arm = prepared(*words, "dataset=lookup", "limit=1").identity["arms"]["lazy"]
     schedule = {str(layer): ratio for layer, ratio in content["schedule"].items()}
-    own = {"name": "lazy", "schedule": schedule, "prune_generated": True}
-    assert arm["method"] == own
+    expected = {"name": "lazy", "schedule": schedule, "prune_generated": True}
+    assert arm["method"] == expected
     monkeypatch.setattr(eval.run.bench, "generate", None)  # nothing is measured again
     tune(config_of(*QUICK))
     assert yaml.safe_load(Path("study/tuned.yaml").read_text()) == content

@@ -43,11 +43,11 @@ def test_presets_have_the_published_number_of_parameters(offline, name: str) -> 
     stored = parameters + (model.lm_head.weight.numel() if name in STORED_TWICE else 0)
     assert stored == pytest.approx(PUBLISHED[name], rel=1e-3)
     # FLOPs are counted for matrices of the same sizes
-    of_layers = sum(
+    layer_parameters = sum(
         parameter.numel() for key, parameter in model.named_parameters() if "layers." in key
     )
     assert LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers == pytest.approx(
-        of_layers, rel=1e-3
+        layer_parameters, rel=1e-3
     )
 
 

@@ -13,13 +13,13 @@ pytestmark = pytest.mark.usefixtures("two_have_an_interval")
 
 def test_field_names_methods_and_their_settings() -> None:
     baseline = {"score": 0.5, "prefill_flops": 450}
-    own: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "score": 0.25,
         "scoring_s": 0.05,
         "kv_bytes": 2_000_000,
         "attention_ceiling": 1.6,
     }
-    visits = over(SIX, baseline=baseline, decode_step_s=[0.3], prefill_flops=300, **own)
+    visits = over(SIX, baseline=baseline, decode_step_s=[0.3], prefill_flops=300, **changes)
     table = field(Results([stored(visits, "gemfilter", {"speedup": 2.0})]))
     assert table.cells["method"].tolist() == ["baseline", "GemFilter"]
     # 0.4 s to 0.2 s; both answers have two tokens, after 0.5 s
@@ -35,7 +35,7 @@ def test_field_names_methods_and_their_settings() -> None:
 
 def test_settings_that_no_speedup_gives_are_named() -> None:
     settings = {"uniprefill": {"p": 0.99}, "asl": {"keep": 2048}, "fastkv": {"keep": 0.2}}
-    runs = [stored(over(("trec",)), *one) for one in settings.items()]
+    runs = [stored(over(("trec",)), *setting) for setting in settings.items()]
     assert "speedup gives" not in field(Results(runs)).notes  # none was asked for
     runs.append(stored(over(("trec",)), settings={"speedup": 2.0}))
     note = (

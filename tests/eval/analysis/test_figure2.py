@@ -44,9 +44,9 @@ def test_figure2_draws_map_and_score_by_token(tmp_path: Path) -> None:
     np.testing.assert_allclose(left.images[0].get_array(), importance)
     assert left.images[0].get_extent() == [0.5, 40.5, 12.5, 0.5]  # layer 1 on top, tokens from 1
     means = importance.mean(axis=0)
-    for place, shown in ((right, 40), (right.child_axes[0], 30)):
+    for place, count in ((right, 40), (right.child_axes[0], 30)):
         ends = np.array(place.collections[0].get_segments())[:, 1]
-        np.testing.assert_allclose(ends, np.stack([np.arange(1, shown + 1), means[:shown]], 1))
+        np.testing.assert_allclose(ends, np.stack([np.arange(1, count + 1), means[:count]], 1))
     written = " ".join(texts(picture))
     assert f"{100 * (means < 1 / 40).mean():.0f} % of the tokens get less" in written
     assert f"the top 10 % get {100 * np.sort(means)[-4:].sum():.0f} %" in written

@@ -20,11 +20,11 @@ def run(points: dict[str, tuple[float, float]], *setting: Any, **about: Any) -> 
 
 def runs(**where: Any) -> list[StoredRun]:
     """Two tasks; two settings of LazyLLM, and one of random token drop with two seeds."""
-    one, other = ({"schedule": {"2": keep}} for keep in (0.3, 0.5))
+    low, high = ({"schedule": {"2": keep}} for keep in (0.3, 0.5))
     drop = ("random_drop", {"keep": 0.5})
     return [
-        run({"hotpotqa": (0.5, 0.2), "trec": (1.0, 0.1)}, "lazy", one, **where),
-        run({"hotpotqa": (0.9, 0.25), "trec": (0.8, 0.4)}, "lazy", other, **where),
+        run({"hotpotqa": (0.5, 0.2), "trec": (1.0, 0.1)}, "lazy", low, **where),
+        run({"hotpotqa": (0.9, 0.25), "trec": (0.8, 0.4)}, "lazy", high, **where),
         run({"hotpotqa": (0.2, 0.1)}, *drop, **where),
         run({"hotpotqa": (0.4, 0.3)}, *drop, seed=1, **where),
     ]
@@ -34,14 +34,14 @@ def test_points_and_curves_by_hand() -> None:
     frame: Any = data(Results(runs()))
     measured = frame[frame["source"] == "measured"].set_index(["task", "label"])
     found = measured[["relative_score", "ttft_speedup", "on_curve", "seeds"]]
-    one, other, drop = "lazy, schedule={2: 0.3}", "lazy, schedule={2: 0.5}", "random_drop, keep=0.5"
+    low, high, drop = "lazy, schedule={2: 0.3}", "lazy, schedule={2: 0.5}", "random_drop, keep=0.5"
     expected = {
-        ("multi_doc_qa", one): [50, 2.0, True, 1],
-        ("multi_doc_qa", other): [90, 1.6, True, 1],
-        ("few_shot", one): [100, 4.0, True, 1],
-        ("few_shot", other): [80, 1.0, False, 1],  # slower and worse than the first
-        ("all", one): [75, 3.0, True, 1],
-        ("all", other): [85, 1.3, True, 1],
+        ("multi_doc_qa", low): [50, 2.0, True, 1],
+        ("multi_doc_qa", high): [90, 1.6, True, 1],
+        ("few_shot", low): [100, 4.0, True, 1],
+        ("few_shot", high): [80, 1.0, False, 1],  # slower and worse than the first
+        ("all", low): [75, 3.0, True, 1],
+        ("all", high): [85, 1.3, True, 1],
         # (0.4 + 0.4) / (0.1 + 0.3); of one task only, so in no mean over both
         ("multi_doc_qa", drop): [30, 2.0, True, 2],
     }

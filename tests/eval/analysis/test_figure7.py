@@ -29,11 +29,11 @@ def test_figure7_by_hand() -> None:
 
 
 def test_figure7_shows_one_setting_for_each_model() -> None:
-    one, other = ({"schedule": {"2": keep}} for keep in (0.3, 0.5))
+    low, high = ({"schedule": {"2": keep}} for keep in (0.3, 0.5))
     runs = [
-        stored([LONG], settings=one), stored([LONG, SHORT], settings=other),
+        stored([LONG], settings=low), stored([LONG, SHORT], settings=high),
         stored([SHORT], "static_pruning"),
-        stored([LONG, SHORT], settings=other, model="big"), stored([LONG], model="big"),
+        stored([LONG, SHORT], settings=high, model="big"), stored([LONG], model="big"),
     ]  # fmt: skip
     frame = data(Results(runs))
     chosen = frame.groupby("model")[["label", "examples"]].first()

@@ -92,9 +92,9 @@ def test_shown_are_the_first_steps_and_the_window_with_most_revived() -> None:
     frame = mechanism_frame(LONG)
     assert sorted(set(frame["step"])) == [0, 1, 2, 3]
     assert sorted(set(frame.query("kind == 'generated'")["position"])) == [120, 121, 122]
-    shown = sorted(set(frame.query("kind == 'prompt'")["position"]))
-    assert len(shown) == mechanism.WINDOW
-    assert set(range(71, 80)) <= set(shown)  # 70 was computed in prefill
+    positions = sorted(set(frame.query("kind == 'prompt'")["position"]))
+    assert len(positions) == mechanism.WINDOW
+    assert set(range(71, 80)) <= set(positions)  # 70 was computed in prefill
     alike = LONG.model_copy(
         update={"selected": [{2: [5, 70, 119]}] * 5, "computed": [[120, 3]] * 5}
     )
@@ -128,9 +128,9 @@ def test_picture_shows_every_cell(tmp_path: Path) -> None:
 def test_picture_writes_any_token() -> None:
     written = texts(plot(mechanism_frame(small_trace(generated=["$x_1$", "\n\t", "F"]))))
     assert {"A", "$B$", "C↵", "$x_1$", "↵⇥"} <= {*written}
-    assert mechanism._shown(" ") == "␣"
-    assert mechanism._shown("abcdefghijklmnop") == "abcdefghijk…"
-    assert mechanism._shown(float("nan")) == "␣"  # an empty text of a CSV
+    assert mechanism._shorten(" ") == "␣"
+    assert mechanism._shorten("abcdefghijklmnop") == "abcdefghijk…"
+    assert mechanism._shorten(float("nan")) == "␣"  # an empty text of a CSV
 
 
 def test_picture_without_texts_numbers_the_tokens() -> None:
@@ -143,7 +143,7 @@ def test_picture_without_texts_numbers_the_tokens() -> None:
 
 def test_states_differ_in_lightness_or_mark() -> None:
     for (_, fill, mark), (_, other, others) in combinations(mechanism._LOOKS.values(), 2):
-        lightness, of_other = (
+        lightness, other_lightness = (
             np.dot(to_rgb(colour), [0.2126, 0.7152, 0.0722]) for colour in (fill, other)
         )
-        assert bool(mark) != bool(others) or abs(lightness - of_other) > 0.2
+        assert bool(mark) != bool(others) or abs(lightness - other_lightness) > 0.2

@@ -23,9 +23,13 @@ def answered(row: str, n: int, computed: list[list[int]], generated: int, **chan
         "aux_bytes": 0,
         "token_ids": [1] * generated,
     }
-    own: dict[str, Any] = {"group_layers": [3, 5, 4], "token_ids": [1] * len(computed)}
-    own |= {"computed": computed, "aux_bytes": STATE * (n - computed[-1][-1]), "prompt_tokens": n}
-    return visit(row, "hops", baseline, **own | changes)
+    values: dict[str, Any] = {"group_layers": [3, 5, 4], "token_ids": [1] * len(computed)}
+    values |= {
+        "computed": computed,
+        "aux_bytes": STATE * (n - computed[-1][-1]),
+        "prompt_tokens": n,
+    }
+    return visit(row, "hops", baseline, **values | changes)
 
 
 VISITS = [
@@ -40,10 +44,10 @@ VISITS = [
 def slowly(first: int, last: int) -> dict[str, Any]:
     """What the table shows of steps first to last, one token at a time."""
     held, aux, reference, revived, answers = [], 0, 0, [], set()
-    for one in VISITS:
-        n, computed = one.prompt_tokens, one.answers["lazy"].computed
+    for example in VISITS:
+        n, computed = example.prompt_tokens, example.answers["lazy"].computed
         for step in range(first, min(last, len(computed) - 1) + 1):
-            answers.add(one.id)
+            answers.add(example.id)
             waiting = [token for token in range(n) if token >= computed[step][-1]]
             held.append(len(waiting) / n)
             aux += sum(STATE for _ in waiting)
@@ -55,7 +59,7 @@ def slowly(first: int, last: int) -> dict[str, Any]:
         "examples": len(answers),
         "pct_held": 100 * sum(held) / len(held),
         "aux_share": 100 * aux / reference,
-        "pct_reviving": 100 * sum(one > 0 for one in revived) / len(revived)
+        "pct_reviving": 100 * sum(count > 0 for count in revived) / len(revived)
         if revived
         else math.nan,
         "revived": sum(revived) / len(revived) if revived else math.nan,
@@ -70,16 +74,16 @@ def test_aux_cache_step_by_step() -> None:
     for steps, ends in ranges.items():
         found, expected = line(frame, steps=steps), slowly(*ends)
         assert {name: found[name] for name in expected} == pytest.approx(expected, nan_ok=True)
-    shown = line(table.cells, **{"decoding steps": "1"})
+    row = line(table.cells, **{"decoding steps": "1"})
     # 11, 5 and 0 states of 6 bytes; the baseline stores 21, 11 and 11 tokens of 40 bytes
-    assert shown["Aux Cache, % of the baseline's KV cache"] == f"{100 * 16 * 6 / (43 * 40):.2f}"
-    assert shown["revived a step"] == f"{(5 + 3 + 5) / 3:.1f}"
-    assert shown["steps that revive, %"] == "100.0"
+    assert row["Aux Cache, % of the baseline's KV cache"] == f"{100 * 16 * 6 / (43 * 40):.2f}"
+    assert row["revived a step"] == f"{(5 + 3 + 5) / 3:.1f}"
+    assert row["steps that revive, %"] == "100.0"
 
 
 def test_settings_without_an_aux_cache_have_no_steps() -> None:
     none = answered("a", 20, [[20, 10, 10]], 2, aux_bytes=0)
-    alone = stored([only(one, "lazy") for one in VISITS])
+    alone = stored([only(example, "lazy") for example in VISITS])
     table = memory(Results([stored([none], settings={"revive": False}), alone]))
     by_step = table.frame["steps"] != "end"
     assert set(table.frame["label"][by_step]) == {"lazy, schedule=paper"}
@@ -90,8 +94,8 @@ def test_settings_without_an_aux_cache_have_no_steps() -> None:
 
 def test_memory_at_the_end() -> None:
     baseline = {"kv_bytes": 2_000_000, "aux_bytes": 0, "peak_memory_bytes": 10_000_000}
-    own = {"kv_bytes": 1_000_000, "aux_bytes": 500_000, "peak_memory_bytes": 9_000_000}
-    table = memory(Results([stored(over(("hops", "lookup"), baseline=baseline, **own))]))
+    lazy = {"kv_bytes": 1_000_000, "aux_bytes": 500_000, "peak_memory_bytes": 9_000_000}
+    table = memory(Results([stored(over(("hops", "lookup"), baseline=baseline, **lazy))]))
     # by bytes
     assert list(dict.fromkeys(table.cells["method"])) == ["lazy, schedule=paper", "baseline"]
     cells = line(table.cells, **{"method": "lazy, schedule=paper", "decoding steps": "end"})

@@ -74,8 +74,8 @@ def test_the_answers_kl_ranks_where_all_have_it(
     lazy = {name: value for name, value in lazy.items() if name not in lacks}
     static = {"answer_kl": 0.3, "gold_kl": 0.2, "kl": 0.4, "score": 0.9}
     runs = [
-        stored([visit(row, "hops", TWICE, **own) for row in (0, 1)], name, {"speedup": 2.0})
-        for name, own in (("lazy", lazy), ("static_pruning", static))
+        stored([visit(row, "hops", TWICE, **values) for row in (0, 1)], name, {"speedup": 2.0})
+        for name, values in (("lazy", lazy), ("static_pruning", static))
     ]
     frame = ranking(Results(runs)).frame
     assert (frame["method"].iloc[0], set(frame["ranked_by"])) == (first, {ranked_by})
@@ -120,13 +120,13 @@ def test_bytes_stand_beside_the_quality_of_equal_speeds() -> None:
         stored(
             [
                 visit(row, "hops", {"kv_bytes": size, "aux_bytes": 0} | TWICE, kl=0.2,
-                      kv_bytes=own * size // 1000, aux_bytes=aux * size // 1000)
+                      kv_bytes=kv * size // 1000, aux_bytes=aux * size // 1000)
                 for row, size in enumerate((1000, 2000))
             ],
             method,
             {"speedup": 2.0},
         )
-        for method, (own, aux) in stores.items()
+        for method, (kv, aux) in stores.items()
     ]  # fmt: skip
     table = ranking(Results(runs))
     frame = table.frame.set_index("method")["stored"]
@@ -191,7 +191,7 @@ def test_effective_keep_by_task_and_length() -> None:
         with_flops(0.6, long, 900),
         with_flops(0.4, task, 900, "lookup"),
     )
-    run = stored([one for part in parts for one in part.visits])
+    run = stored([example for part in parts for example in part.visits])
     table = effective_keep(Results([run]))
     assert table.frame.set_index(["task", "prompt_tokens"])["keep"].to_dict() == {
         ("single_doc_qa", "513-1024"): 100, ("single_doc_qa", "all"): 100,

@@ -130,9 +130,9 @@ def test_failures_that_a_later_visit_mends_or_that_are_not_planned_are_none(tmp_
 
 def test_few_examples_have_no_interval_and_cut_prompts_are_counted() -> None:
     whole = [visit(row, uncut_tokens=100) for row in range(5)]
-    shown = [table_of(visits).cells.iloc[1] for visits in (whole[:4], whole)]
-    assert [row["score"] for row in shown] == ["50.00", "50.00 ±0.00"]
-    assert [row["TTFT, ms"] for row in shown] == ["200.0", "200.0"]  # no column for its interval
+    rows = [table_of(visits).cells.iloc[1] for visits in (whole[:4], whole)]
+    assert [row["score"] for row in rows] == ["50.00", "50.00 ±0.00"]
+    assert [row["TTFT, ms"] for row in rows] == ["200.0", "200.0"]  # no column for its interval
     assert "Longer than" not in table_of(whole).caption
     cut = visit(0, uncut_tokens=1000)
     twice = table_of([cut, cut, *whole[1:]])  # of an arm that failed first
@@ -194,34 +194,37 @@ def test_answers_without_an_end_of_thought_are_counted() -> None:
 )
 def test_terminal_shows_means_only_of_many_arms(visits: list[Visit], rows: int, name: str) -> None:
     names = [f"arm {place}" for place in range(MANY)]
-    arms = [one.arms | dict.fromkeys(names, one.arms["lazy"]) for one in visits]
+    arms = [example.arms | dict.fromkeys(names, example.arms["lazy"]) for example in visits]
     run = stored(
-        [visit(one.id[4:], one.dataset, arms=own) for one, own in zip(visits, arms, strict=True)]
+        [
+            visit(example.id[4:], example.dataset, arms=answers)
+            for example, answers in zip(visits, arms, strict=True)
+        ]
     )
     settings = {"name": "static_pruning", "keep": 0.5}
     for place, arm in enumerate(names):
         run.identity["arms"][arm] = {"method": settings | {"layer": place}}
     table = run_table(Results([run]), "")
-    shown = console_text(table)
+    text = console_text(table)
     note = f"{MANY + 2} of {rows * (MANY + 2)} rows; the files have all."
-    assert (note in shown, name in shown) == (rows > 1, True)
-    assert ("hotpotqa" in shown, names[-1] in shown) == (False, True)
+    assert (note in text, name in text) == (rows > 1, True)
+    assert ("hotpotqa" in text, names[-1] in text) == (False, True)
     assert table.to_markdown().count("hotpotqa") == (MANY + 2) * (rows > 1)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_narrow_terminal_shows_whole_columns_and_names_the_others(width: int) -> None:
     table = table_of(VISITS)
-    shown = console_text(table, width)
-    assert "…" not in shown
-    assert max(map(len, shown.splitlines())) <= width
-    caption = " ".join(shown.split())
+    text = console_text(table, width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    caption = " ".join(text.split())
     left_out = (
         caption.partition("terminal has: ")[2].partition(".")[0].split("; ")
         if "Not shown" in caption
         else []
     )
-    line = next(line for line in shown.splitlines() if "lazy" in line)
+    line = next(line for line in text.splitlines() if "lazy" in line)
     first, values = (
         len(table.cells.columns) - table.keys - len(left_out),
         line.replace("lazy", "").split(),
@@ -243,8 +246,8 @@ def test_several_runs_are_joined_within_themselves_and_show_their_seeds_if_these
 
 
 def test_kl_of_the_first_token_alone_points_to_whole_answers() -> None:
-    def table(**own: float) -> Any:
-        return table_of(over(("hops",), **own))
+    def table(**values: float) -> Any:
+        return table_of(over(("hops",), **values))
 
     alone, forced = (
         table(kl=0.1),
@@ -256,8 +259,8 @@ def test_kl_of_the_first_token_alone_points_to_whole_answers() -> None:
         False,
         False,
     )
-    shown = ["KL, nats", "answer's KL", "gold KL", "gold log-likelihood"]
-    assert [heading for heading in forced.cells if "KL" in heading or "gold" in heading] == shown
-    assert [heading for heading in alone.cells if "KL" in heading] == shown[:1]
+    headings = ["KL, nats", "answer's KL", "gold KL", "gold log-likelihood"]
+    assert [heading for heading in forced.cells if "KL" in heading or "gold" in heading] == headings
+    assert [heading for heading in alone.cells if "KL" in heading] == headings[:1]
     row = forced.cells[forced.cells["method"] == "lazy"].iloc[0]
-    assert [row[heading] for heading in shown] == ["0.10000", "0.20000", "0.30000", "-0.500"]
+    assert [row[heading] for heading in headings] == ["0.10000", "0.20000", "0.30000", "-0.500"]

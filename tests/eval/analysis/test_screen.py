@@ -38,8 +38,8 @@ def planned(
         json.dumps({dataset: [f"row-{row}" for row in range(rows)]})
     )
     visits = [visit(row, dataset) for row in range(rows if answered is None else answered)]
-    for one in visits[len(visits) - lacking :]:
-        del one.arms["lazy"]
+    for example in visits[len(visits) - lacking :]:
+        del example.arms["lazy"]
     return stored(visits, folder=folder)
 
 

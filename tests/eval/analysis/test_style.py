@@ -78,7 +78,7 @@ def test_saved_files_are_equal_and_undated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "shown"),
+    ("label", "expected"),
     [
         ("lazy, schedule=tuned/my_own", "LazyLLM, schedule=tuned/my_own"),
         ("mine, form=$a^$", r"mine, form=\$a^\$"),  # no formula
@@ -89,21 +89,21 @@ def test_saved_files_are_equal_and_undated(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_labels_have_the_methods_names_as_shown(label: str, shown: str) -> None:
-    assert shown_label(label, label.partition(",")[0]) == shown
+def test_labels_have_the_methods_names_as_shown(label: str, expected: str) -> None:
+    assert shown_label(label, label.partition(",")[0]) == expected
 
 
 @pytest.mark.parametrize(
-    ("ends", "shown"), [((0.3, 5), [0.5, 0.7, 1, 1.5, 2, 3, 4]), ((0.88, 1.45), [1, 1.2, 1.4])]
+    ("ends", "expected"), [((0.3, 5), [0.5, 0.7, 1, 1.5, 2, 3, 4]), ((0.88, 1.45), [1, 1.2, 1.4])]
 )
 def test_short_axis_of_speedups_has_several_ticks(
-    ends: tuple[float, float], shown: list[float]
+    ends: tuple[float, float], expected: list[float]
 ) -> None:
     axes = new_figure(2, 2).subplots()
     axes.set_xlim(ends)
     log_scale(axes, "x")
     low, high = ends
-    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == pytest.approx(shown)
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == pytest.approx(expected)
 
 
 def test_styled_restores_matplotlibs_settings() -> None:

@@ -105,5 +105,5 @@ def test_terminal_shows_brackets_as_they_are() -> None:
     names = pd.DataFrame({"method": ["mine [int8]", "lazy [/x]"], "score": ["1", "2"]})
     console = Console(file=io.StringIO(), record=True, width=80)
     console.print(Table("n", "a [title]", "a [/caption]", names, names).to_rich(80))
-    shown = console.export_text()
-    assert all(text in shown for text in ("mine [int8]", "lazy [/x]", "a [title]", "a [/caption]"))
+    output = console.export_text()
+    assert all(text in output for text in ("mine [int8]", "lazy [/x]", "a [title]", "a [/caption]"))

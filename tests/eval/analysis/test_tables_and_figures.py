@@ -57,7 +57,9 @@ def test_tables_do_not_depend_on_the_order_of_runs() -> None:
 def test_tables_name_random_weights() -> None:
     visits = over(("hops",), kl=0.1, prefill_flops=50, baseline={"prefill_flops": 75})
     settings = ({"speedup": "table1"}, {"speedup": 1.5})
-    results = Results([stored(visits, "lazy", one, load_format="dummy") for one in settings])
+    results = Results(
+        [stored(visits, "lazy", setting, load_format="dummy") for setting in settings]
+    )
     # no ablation, no column for models
     for name in TABLES.keys() - {"revival", "table1_paper", "table2_paper"}:
         assert "tiny (embedded, random weights)" in set(TABLES[name](results).cells["model"]), name

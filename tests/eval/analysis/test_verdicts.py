@@ -68,12 +68,12 @@ def test_a_reproduction_compares_the_interval_with_the_number(
 
 
 def test_the_papers_own_values_agree() -> None:
-    assert sum(len(one.paper) for one in claims() if one.tolerance) >= 10
-    for one in claims():
-        for model, number in one.paper.items():
-            assert one.verdict([(number,) * 3], model) == (
-                "agrees" if one.tolerance else "holds"
-            ), one.claim
+    assert sum(len(entry.paper) for entry in claims() if entry.tolerance) >= 10
+    for entry in claims():
+        for model, number in entry.paper.items():
+            assert entry.verdict([(number,) * 3], model) == (
+                "agrees" if entry.tolerance else "holds"
+            ), entry.claim
 
 
 @pytest.mark.parametrize("model", ["llama2", "xgen"])
@@ -95,7 +95,9 @@ def test_numbers_are_those_of_the_papers_tables(model: str) -> None:
     }
     for words, number in expected.items():
         stated = next(
-            one for one in claims() if one.claim.startswith(words) and "measured" not in one.claim
+            entry
+            for entry in claims()
+            if entry.claim.startswith(words) and "measured" not in entry.claim
         )
         assert stated.paper[model] == pytest.approx(number, abs=0.005), words
 
@@ -185,15 +187,15 @@ def test_every_claim_names_what_there_is(tmp_path: Path) -> None:
     runs = [stored([visit(0, name, **values) for name in SIX], *arm) for arm in arms]
     results = Results([with_traces(runs[0], tmp_path, small_trace()), *runs[1:]])
     section = sections([results])["tiny", PAPER_SUITE]
-    shown = tables().keys() | figures().keys()
-    for one in claims():
-        assert one.judged(section).decides, one.claim
-        assert one.shown in shown, one.claim
-        assert bool(one.tolerance) != bool(one.holds), one.claim
-        assert not one.tolerance or (
-            one.paper and one.tolerance.split()[1] in ("%", "points", "point")
-        ), one.claim
-    assert len({one.claim for one in claims()}) == len(claims())
+    exhibits = tables().keys() | figures().keys()
+    for entry in claims():
+        assert entry.judged(section).decides, entry.claim
+        assert entry.exhibit in exhibits, entry.claim
+        assert bool(entry.tolerance) != bool(entry.holds), entry.claim
+        assert not entry.tolerance or (
+            entry.paper and entry.tolerance.split()[1] in ("%", "points", "point")
+        ), entry.claim
+    assert len({entry.claim for entry in claims()}) == len(claims())
 
 
 def test_another_setting_is_not_judged_as_table_1s() -> None:
@@ -212,8 +214,8 @@ def test_what_was_run_without_a_number_cannot_be_seen() -> None:
     )
     zero = results_of(TABLE1, lambda *_: {"baseline": {"score": 0.0}})
     assert row(zero, "Score kept, %")["verdict"] == "-"
-    shown = claim(holds="> 1").ours([(1.5, 1.4, 1.6), (NAN,) * 3])
-    assert shown == "1.5 to 1.5: 1 of 2 hold, 0 do not"
+    text = claim(holds="> 1").ours([(1.5, 1.4, 1.6), (NAN,) * 3])
+    assert text == "1.5 to 1.5: 1 of 2 hold, 0 do not"
 
 
 def test_speed_that_is_only_ideal_does_not_count() -> None:
@@ -226,7 +228,7 @@ def test_speed_that_is_only_ideal_does_not_count() -> None:
 
 
 def test_better_is_judged_task_by_task_in_each_measure() -> None:
-    own = {
+    values = {
         "lazy": {"kl": 0.3, "answer_kl": 0.1, "score": 1.0},
         "static_pruning": {"kl": 0.1, "answer_kl": 0.2},
     }
@@ -234,7 +236,7 @@ def test_better_is_judged_task_by_task_in_each_measure() -> None:
     results = results_of(
         SWEEP,
         lambda label, name: (
-            {"score": 0.2} | own[label] | ({"score": trec[label]} if name == "trec" else {})
+            {"score": 0.2} | values[label] | ({"score": trec[label]} if name == "trec" else {})
         ),
     )
     # +80 and once -10, which the mean hides
@@ -297,9 +299,9 @@ def test_failed_answers_are_counted_and_more_than_two_percent_decide_nothing(fai
             for name in SIX
             for number in range(rows)
         ]
-        for one in visits:
-            if one.answers["lazy"].score == 0.5:
-                one.arms[fails] = FAILED
+        for example in visits:
+            if example.answers["lazy"].score == 0.5:
+                example.arms[fails] = FAILED
         about = {"model": "llama2", "paper": "llama2"}
         table = verdicts(Results([stored(visits, settings=TABLE1["lazy"], **about)]))
         place = table.frame.index[table.frame["claim"].str.startswith("Score kept, %")][0]
@@ -329,7 +331,7 @@ def test_a_row_that_one_arm_failed_counts_for_none() -> None:
 
     runs = [run(*arm) for arm in arms[:3]] + [run(*arms[3], failing=True)]
     (section,) = sections([Results(runs)]).values()
-    judged = next(one for one in claims() if one.claim.startswith(f"{BETTER}nats of KL"))
+    judged = next(entry for entry in claims() if entry.claim.startswith(f"{BETTER}nats of KL"))
     found = judged.judged(section)
     assert (found.failed, found.examples, found.decides) == (1, 360, True)
     (section,) = sections([Results([*runs, run(*arms[3])])]).values()
@@ -359,7 +361,7 @@ def test_claims_of_tokens_by_hand() -> None:
 def test_each_paper_model_has_its_own_numbers_and_is_there_if_it_was_not_run() -> None:
     results = results_of(TABLE1, lambda *_: {"ttft_s": 0.4 / 3.03}, model="xgen", paper="xgen")
     found = [row(results, "TTFT speedup (mean", model) for model in ("xgen", "llama2")]
-    assert [(one["verdict"], one["paper"]) for one in found] == [
+    assert [(finding["verdict"], finding["paper"]) for finding in found] == [
         ("agrees", "3.03"),
         ("not run", "2.03"),
     ]
@@ -395,8 +397,8 @@ def test_part_of_an_experiment_decides_no_number(
     }
     results = results_of(TABLE1, lambda *_: {"ttft_s": 0.2}, datasets, **about)
     found = {start: row(results, start, "llama2") for start in STARTS}
-    assert {start for start, one in found.items() if one["verdict"] != "not run"} == judged
-    assert {start for start, one in found.items() if not one["lacking"]} == judged
+    assert {start for start, finding in found.items() if finding["verdict"] != "not run"} == judged
+    assert {start for start, finding in found.items() if not finding["lacking"]} == judged
     if len(datasets) == 1:
         assert found["Generated"]["lacking"] == (
             "needs the paper's 6 tasks, has multi_doc_qa; needs max_prompt_tokens=3500, has 1500; "
@@ -414,10 +416,10 @@ def test_share_of_the_score_is_no_number_if_it_is_hardly_known(
         visit(number, name, score=score) for name in SIX for number, score in enumerate(scores)
     ]
     cells = verdicts(Results([stored(visits, settings=TABLE1["lazy"])])).cells
-    (shown,) = cells[
+    (share,) = cells[
         (cells["model"] == "tiny") & (cells["claim"] == "Score kept, % (mean over tasks)")
     ]["ours"]
-    assert shown.startswith(start)
+    assert share.startswith(start)
 
 
 def test_one_traced_prompt_decides_what_is_counted_on_it(tmp_path: Path) -> None:

@@ -123,10 +123,10 @@ def test_system_prompt_comes_first() -> None:
 
 
 def test_null_format_is_the_tokenizers_template_or_none() -> None:
-    chat, bare, own = chat_format(None), tokenizer_with(None), tokenizer_with("qwen3")
+    chat, bare, templated = chat_format(None), tokenizer_with(None), tokenizer_with("qwen3")
     assert prompt_of(QUESTION, bare, chat=chat) == prompt_of(QUESTION, bare)
-    auto = prompt_of(QUESTION, own, chat=chat_format("auto"))
-    assert prompt_of(QUESTION, own, chat=chat) == auto
+    auto = prompt_of(QUESTION, templated, chat=chat_format("auto"))
+    assert prompt_of(QUESTION, templated, chat=chat) == auto
 
 
 @pytest.mark.parametrize(

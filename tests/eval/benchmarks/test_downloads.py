@@ -54,7 +54,7 @@ def test_a_file_is_fetched_once_and_again_if_it_is_damaged(tmp_path: Path, hub: 
     cached = tmp_path / "cache" / "a_suite" / "folder" / "file"
     cached.write_bytes(b"else")
     assert fetch(f"{hub.url}/file") == CONTENT == cached.read_bytes()
-    assert len(hub.asked) == 2
+    assert len(hub.requests) == 2
     hub.others["/file"] = b"else"
     cached.unlink()
     with pytest.raises(UserError, match=rf"not A Suite's own \(sha256 \w+, expected {SHA256}\)"):

@@ -79,9 +79,9 @@ def test_rows_become_examples_and_lines_end_at_newlines_only(tmp_path: Path) -> 
     spaced = as_line(second).replace(", ", ",\r", 1)
     write(tmp_path).write_bytes(f"\n{as_line(ROW)}\r\n  \n{spaced}".encode())
     loaded = load("qasper", tmp_path)
-    one = Example("qasper", "one", "\nAsk: Who? ", "A cat\r\nsat.\u2028", ("cat", "a cat"))
-    one = replace(one, length=3, instruction="Read: ")
-    assert loaded.examples == (one, replace(one, id="two"))
+    expected = Example("qasper", "one", "\nAsk: Who? ", "A cat\r\nsat.\u2028", ("cat", "a cat"))
+    expected = replace(expected, length=3, instruction="Read: ")
+    assert loaded.examples == (expected, replace(expected, id="two"))
     assert [row.official for row in loaded.examples] == [ROW, second]
     assert (loaded.max_new_tokens, loaded.dataset) == (9, DATASETS["qasper"])
 
@@ -178,11 +178,11 @@ def test_files_are_fetched_once_then_read_without_a_request(server: HubServer) -
     assert loaded.data_sha256 == hashlib.sha256(as_line(ROW).encode()).hexdigest()
     assert loaded.source.endswith("data.zip:data/qasper.jsonl")
     archive = f"/datasets/{REPOSITORY}/resolve/{longbench.HUB_REVISION}/data.zip"
-    assert [server.asked.count(("GET", path)) for path in (archive, *server.others)] == [1, 1, 1]
-    server.asked.clear()
+    assert [server.requests.count(("GET", path)) for path in (archive, *server.others)] == [1, 1, 1]
+    server.requests.clear()
     assert load("qasper") == loaded
     assert longbench.is_cached(DataSettings())
-    assert not server.asked
+    assert not server.requests
 
 
 def test_an_archive_other_than_the_pinned_one_is_refused(server: HubServer) -> None:
@@ -252,7 +252,7 @@ def test_mini_is_fetched_from_its_own_repository_unless_longbench_is_here(
     server.repositories["linggm/MiniLongBench"] = mini
     found = load("qasper", subset="mini").examples
     assert [row.official for row in found] == mini_rows(MINI, "qasper")
-    assert not [path for _, path in server.asked if "THUDM" in path]
+    assert not [path for _, path in server.requests if "THUDM" in path]
     load("qasper")  # whose archive has other rows
     with pytest.raises(UserError, match=r"data\.zip:data/qasper\.jsonl: 9 of the 9 rows"):
         load("qasper", subset="mini")

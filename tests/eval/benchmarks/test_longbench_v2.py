@@ -138,7 +138,7 @@ def test_rows_come_once_from_the_hub_and_the_prompt_from_a_commit(
     assert not longbench_v2.is_cached(DataSettings())
     loaded = load("longbench_v2")
     assert loaded.examples == load("longbench_v2", tmp_path).examples
-    hub.asked.clear()
+    hub.requests.clear()
     assert load("longbench_v2") == loaded
     assert longbench_v2.is_cached(DataSettings())
-    assert not hub.asked
+    assert not hub.requests

@@ -241,8 +241,8 @@ def test_rouge_scores_0_from_the_length_at_which_the_official_script_fails(tmp_p
     """The package recurses once per step; a stretch too long for Python's stack scores 0."""
     script = tmp_path / "official_calls.py"
     script.write_text(OFFICIAL_CALLS)
-    shown = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    failing = int(shown.stdout)
+    process = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    failing = int(process.stdout)
     expected = pytest.approx(2 / 3, abs=1e-7)  # one of one unique word, one of two
     assert rouge("cat", "cat" + " dog" * (failing - 1)) == expected
     assert rouge("cat", "cat" + " dog" * failing) == 0.0
@@ -295,8 +295,8 @@ print(fuzz.ratio("abcd", "abxd"), code_similarity("abcd", "abxd"), fuzz.ratio("a
 
 def test_code_similarity_does_not_depend_on_python_levenshtein() -> None:
     command = [sys.executable, "-c", WITH_LEVENSHTEIN]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (shown.stdout, shown.stderr) == ("1 0.75 1\n", "")
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (process.stdout, process.stderr) == ("1 0.75 1\n", "")
 
 
 def test_few_shot_scores_the_first_line_only() -> None:

@@ -316,9 +316,9 @@ def test_the_example_in_conf_is_a_whole_description() -> None:
 
 def test_a_speedup_is_solved_for_the_rows_own_length_or_refused() -> None:
     def solved(prompt_tokens: int) -> Any:
-        own = own_dataset("mine", ABOUT | {"file": "a.csv", "prompt_tokens": prompt_tokens})
+        dataset = own_dataset("mine", ABOUT | {"file": "a.csv", "prompt_tokens": prompt_tokens})
         shape = shape_of(ModelSpec("llama2", "dummy"))
-        return Arm("lazy", "lazy", {}, speedup=2.0).method(own, shape, None, None, None)
+        return Arm("lazy", "lazy", {}, speedup=2.0).method(dataset, shape, None, None, None)
 
     reason = "dataset=mine: speedup=2x of lazy .*: give the rows' mean as prompt_tokens in the"
     with pytest.raises(UserError, match=reason):
@@ -340,5 +340,5 @@ def test_a_run_of_own_rows_has_their_suite(
     assert {*visits[0].answers} == {"baseline", "lazy"}
     capsys.readouterr()
     assert main(["rows", *rows]) == 0
-    shown = capsys.readouterr().out
-    assert "gold: river\nNotes: aq copper. bq river.\nQuestion: Entry bq?" in shown
+    output = capsys.readouterr().out
+    assert "gold: river\nNotes: aq copper. bq river.\nQuestion: Entry bq?" in output

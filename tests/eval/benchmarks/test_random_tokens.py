@@ -54,16 +54,16 @@ def test_a_run_has_whole_answers_without_a_score_and_shares_of_the_ideal(tmp_pat
         answers = visit.answers.values()
         assert {(len(answer.token_ids), answer.score) for answer in answers} == {(5, None)}
     table = run_table(Results([stored]), "speed")
-    of_task = table.cells[table.cells["**task**, dataset"] == "**random**"]
-    shown: Any = of_task.set_index("method").loc
+    task_rows = table.cells[table.cells["**task**, dataset"] == "**random**"]
+    cells: Any = task_rows.set_index("method").loc
     numbers: Any = table.frame[table.frame["kind"] == "task"].set_index("method").loc
     label = "lazy speedup=2x"
-    assert float(shown[label, "ideal"]) == pytest.approx(2, abs=0.2)
+    assert float(cells[label, "ideal"]) == pytest.approx(2, abs=0.2)
     share = numbers[label, "ttft_speedup"] / numbers[label, "ideal_ttft_speedup"]
-    assert float(shown[label, "share of ideal"]) == pytest.approx(share, abs=0.006)
+    assert float(cells[label, "share of ideal"]) == pytest.approx(share, abs=0.006)
     ratio = numbers[label, "step_s"] / numbers["baseline", "step_s"]
-    assert float(shown[label, "step / baseline's"]) == pytest.approx(ratio, abs=0.006)
-    assert float(shown["baseline", "revived"]) == 0 < float(shown[label, "revived"])
+    assert float(cells[label, "step / baseline's"]) == pytest.approx(ratio, abs=0.006)
+    assert float(cells["baseline", "revived"]) == 0 < float(cells[label, "revived"])
     assert "score" not in table.cells
     assert re.search("no score.*Times: CPU time of the process", table.caption, re.DOTALL)
 

@@ -35,9 +35,9 @@ def test_subset_by_length_has_the_lengths_of_the_whole_in_any_order(
 
 @given(IDS, st.integers(1, 40), st.integers(1, 40), st.sampled_from(["first", "random"]))
 def test_a_larger_subset_adds_to_a_smaller_one(
-    ids: list[str], one: int, other: int, subset: str
+    ids: list[str], first: int, second: int, subset: str
 ) -> None:
-    counts = sorted((one, other))
+    counts = sorted((first, second))
     small, large = (in_subset([*map(row, ids)], count, subset, 3) for count in counts)
     assert {each.id for each in small} <= {each.id for each in large}
     names = [each.id for each in large]
@@ -55,6 +55,6 @@ def test_subset_by_length_is_the_same_for_every_seed_and_a_part_of_identity() ->
         settings = {"dataset": ["lookup"], "subset": "by_length", "seed": seed, "limit": limit}
         return prepare(small_config(None, **settings))
 
-    one, other = run(0), run(7)
-    assert [prompt.key for prompt in one.prompts] == [prompt.key for prompt in other.prompts]
-    assert one.identity["subset"] == other.identity["subset"] != run(0, 2).identity["subset"]
+    first, second = run(0), run(7)
+    assert [prompt.key for prompt in first.prompts] == [prompt.key for prompt in second.prompts]
+    assert first.identity["subset"] == second.identity["subset"] != run(0, 2).identity["subset"]

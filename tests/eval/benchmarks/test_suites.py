@@ -53,8 +53,8 @@ def test_settings_of_every_suite_are_in_the_config_under_its_name() -> None:
 
 def test_room_imports_nothing_heavy_and_does_not_warn() -> None:
     command = [sys.executable, "-W", "error", "-c", IMPORTS]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "[]\n", "")
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "[]\n", "")
 
 
 def test_no_other_room_compares_the_name_of_a_suite_or_metric() -> None:

@@ -36,14 +36,14 @@ def entries_of(visits: list[Visit], most: int | None = None) -> list[dict[str, A
 
 def test_an_answer_has_its_numbers_beside_the_baselines() -> None:
     baseline = {"score": 0.5, "computed": [[100, 100]]}
-    one = visit(1, "hotpotqa", baseline, score=0.25, ttft_s=0.16, kl=0.0123, answer_kl=0.5)
-    (entry,) = entries_of([one])
-    assert entry["visit"] == one
-    theirs, own = entry["answers"].values()
+    example = visit(1, "hotpotqa", baseline, score=0.25, ttft_s=0.16, kl=0.0123, answer_kl=0.5)
+    (entry,) = entries_of([example])
+    assert entry["visit"] == example
+    unpruned, lazy = entry["answers"].values()
     assert (
-        theirs["numbers"] == "score 50.0, TTFT 400.0 ms, 100.0 % of the prompt computed, 2 tokens"
+        unpruned["numbers"] == "score 50.0, TTFT 400.0 ms, 100.0 % of the prompt computed, 2 tokens"
     )
-    assert own["numbers"] == (
+    assert lazy["numbers"] == (
         "score 25.0 (-25.0), TTFT 160.0 ms (2.50x), 75.0 % of the prompt computed, KL 0.0123, "
         "answer's KL 0.5, 2 tokens"
     )
@@ -61,9 +61,9 @@ def test_examples_are_limited_in_each_dataset() -> None:
 def test_an_arm_that_came_back_stands_beside_the_baseline_of_its_own_visit() -> None:
     failed = visit(0, arms={"baseline": answer(text="first", ttft_s=9.0), "lazy": FAILED})
     (entry,) = entries_of([failed, visit(0, ttft_s=0.1)])  # whose baseline takes 0.4 s
-    baseline, own = entry["answers"].values()
+    baseline, lazy = entry["answers"].values()
     assert baseline["text"] == "first"
-    assert "TTFT 100.0 ms (4.00x)" in own["numbers"]
+    assert "TTFT 100.0 ms (4.00x)" in lazy["numbers"]
 
 
 def test_warnings_name_their_runs() -> None:
@@ -136,7 +136,11 @@ def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(results:
     style_and_script = re.findall(r"(?s)<style>.*?</style>|<script>.*</script>", page)
     assert not re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", "".join(style_and_script))
     names = r"\b(?:src|href|action|data|poster|srcset)=[\"']?([^\"'\s>]*)"
-    references = {one for one in re.findall(names, page) if not one.startswith(("#", "data:"))}
+    references = {
+        reference
+        for reference in re.findall(names, page)
+        if not reference.startswith(("#", "data:"))
+    }
     assert references <= {"x"}  # of the hostile text, which is text
     assert "default-src 'none'" in page
     assert page.count("</script>") == page.count("<script") == 1

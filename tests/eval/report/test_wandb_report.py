@@ -43,11 +43,11 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_ends: None) 
         )
 
 
-def of_kind(value: Any, kind: str) -> list[dict[str, Any]]:
+def find_blocks(value: Any, kind: str) -> list[dict[str, Any]]:
     """Find all blocks of a kind within a specification."""
-    own = [value] if isinstance(value, dict) and value["kind"] == kind else []
+    found = [value] if isinstance(value, dict) and value["kind"] == kind else []
     parts = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
-    return [*own, *(block for part in parts for block in of_kind(part, kind))]
+    return [*found, *(block for part in parts for block in find_blocks(part, kind))]
 
 
 def written(*arguments: str) -> dict[str, Any]:
@@ -58,19 +58,19 @@ def written(*arguments: str) -> dict[str, Any]:
 def test_report_has_the_papers_tables_the_figures_and_the_runs_panels() -> None:
     report = written("--title", "A title")
     assert (report["title"], report["project"]) == ("A title", "lazyllm-bench")
-    text = "".join(block["text"] for block in of_kind(report, "MarkdownBlock"))
+    text = "".join(block["text"] for block in find_blocks(report, "MarkdownBlock"))
     assert "| Multi-Document QA | LazyLLM | 6 | 25.00 (22.31) | 4.00 (2.34) |" in text
     assert "# Published claims, and ours" in text
-    images = {key for block in of_kind(report, "MediaBrowser") for key in block["media_keys"]}
+    images = {key for block in find_blocks(report, "MediaBrowser") for key in block["media_keys"]}
     assert {"figures/figure5", "figures/figure7"} <= images
-    bars = {metric for block in of_kind(report, "BarPlot") for metric in block["metrics"]}
+    bars = {metric for block in find_blocks(report, "BarPlot") for metric in block["metrics"]}
     columns = ("score", "ttft_speedup", "equal_length_speedup", "generation_speedup")
     columns += ("pct_prompt_tokens_computed", "kv_bytes", "aux_bytes")
     assert bars == {
         f"{task}/{column}" for task in ("multi_doc_qa", "code", "all") for column in columns
     }
     (results,) = read_results([Path("runs")])
-    filters = {block["filters"] for block in of_kind(report, "Runset")}
+    filters = {block["filters"] for block in find_blocks(report, "Runset")}
     assert filters == {
         f"Config('fingerprint') in {[run.about['fingerprint'] for run in results.runs]}",
         f"Config('report') = '{report_id(results)}'",
@@ -81,7 +81,7 @@ def test_report_has_the_papers_tables_the_figures_and_the_runs_panels() -> None:
 def test_every_device_is_named() -> None:
     elsewhere = {"machine": {"device": "another"}}
     write_run(Path("runs", "elsewhere"), over(("lcc",)), model="another", provenance=elsewhere)
-    about = of_kind(written(), "P")[0]["text"]
+    about = find_blocks(written(), "P")[0]["text"]
     assert "Runs: 3" in about
     assert "device: a device, another" in about
 

@@ -112,14 +112,14 @@ def test_provenance_names_every_run(runs: Results, tmp_path: Path) -> None:
     text = (tmp_path / "provenance.json").read_text()
     folder = runs.runs[1].folder
     assert str(folder.parent) not in text
-    one, two = json.loads(text)
-    assert (one["folder"], one["model"], one["examples"]) == ("one", "llama2", 6)
-    assert one["arms"]["lazy"]["speedup"] == "table1"
-    assert one["fingerprint"] == runs.runs[0].about["fingerprint"]
-    assert two["visits_sha256"] == {
+    first, second = json.loads(text)
+    assert (first["folder"], first["model"], first["examples"]) == ("one", "llama2", 6)
+    assert first["arms"]["lazy"]["speedup"] == "table1"
+    assert first["fingerprint"] == runs.runs[0].about["fingerprint"]
+    assert second["visits_sha256"] == {
         "visits.jsonl": hashlib.sha256((folder / "visits.jsonl").read_bytes()).hexdigest()
     }
-    assert two["provenance"]["git_commit"] == "abc"
+    assert second["provenance"]["git_commit"] == "abc"
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_command_writes_the_real_figures_below_runs(
     assert "the first 1 of each dataset" in page
     assert "from 2 runs" in capsys.readouterr().out
     drawn = {file.stem for file in Path("runs/paper/figures").glob("*.png")}
-    assert drawn == {name for name, one in figures().items() if not one.data(runs).empty}
+    assert drawn == {name for name, picture in figures().items() if not picture.data(runs).empty}
     with pytest.raises(UserError, match="no such folder"):
         main(["absent", "--out", "out"])
 
@@ -155,8 +155,8 @@ def test_groups_have_folders_of_their_own_and_share_the_verdicts(
     groups = share([*runs.runs, short])
     first, second = (group.name for group in groups)
     paths = write_groups(groups, tmp_path, made, SOME, ["md"])
-    own = {"README.md", "provenance.json", "tables/field.md"}
-    expected = {f"{name}/{file}" for name in (first, second) for file in own} | {
+    written = {"README.md", "provenance.json", "tables/field.md"}
+    expected = {f"{name}/{file}" for name in (first, second) for file in written} | {
         "README.md",
         "tables/verdicts.md",
     }
@@ -172,7 +172,7 @@ def test_groups_have_folders_of_their_own_and_share_the_verdicts(
     assert legend([table]) in index
     assert "Published claims" not in (tmp_path / first / "README.md").read_text()
     assert [
-        one["folder"] for one in json.loads((tmp_path / second / "provenance.json").read_text())
+        run["folder"] for run in json.loads((tmp_path / second / "provenance.json").read_text())
     ] == [short.folder.name]
     (alone,) = share(runs.runs)
     assert (
@@ -201,7 +201,7 @@ def test_committed_tables_are_those_of_the_committed_records(tmp_path: Path) -> 
     pictures = {
         Path(group.name, "figures", f"{name}.png")
         for group in groups
-        for name, one in figures().items()
-        if not one.data(group).empty
+        for name, picture in figures().items()
+        if not picture.data(group).empty
     }
     assert there == {*made} | pictures

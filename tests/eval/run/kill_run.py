@@ -121,10 +121,16 @@ def outcomes(folder: Path) -> dict[tuple[str, str, str], Any]:
     """{(dataset, id, arm): its first answer, without times}"""
     found: dict[tuple[str, str, str], Any] = {}
     for visit in read_visits(folder):
-        for label, own in visit.answers.items():
-            answer = own.text, own.token_ids, own.score, own.computed, own.same_answer
+        for label, answer in visit.answers.items():
+            values = (
+                answer.text,
+                answer.token_ids,
+                answer.score,
+                answer.computed,
+                answer.same_answer,
+            )
             about = visit.prompt_sha256, visit.gold
-            found.setdefault((*visit.key, label), (about, answer))
+            found.setdefault((*visit.key, label), (about, values))
     return found
 
 

@@ -68,12 +68,14 @@ def test_committed_parameters_are_solved_and_reach_the_papers_speedups() -> None
     assert (
         len(committed.drop_duplicates(["task", "model", "method"])) == len(committed) == 6 * 2 * 3
     )
-    datasets = {one.task: one for one in DATASETS.values() if one.suite == "longbench"}
+    datasets = {
+        dataset.task: dataset for dataset in DATASETS.values() if dataset.suite == "longbench"
+    }
     for row in committed.itertuples():
         config, n = load_config(ModelSpec(row.model, "dummy")), REFERENCE_TOKENS[row.model]
         settings = [f"model={row.model}", "experiment=table1", f"dataset={datasets[row.task].name}"]
-        [asked, *_] = [one for one in expand(read(settings)) if one.name == row.method]
-        solved = asked.at(Depth.of(config))
+        unsolved = next(entry for entry in expand(read(settings)) if entry.name == row.method)
+        solved = unsolved.at(Depth.of(config))
         method = solved.method(datasets[row.task], config, row.model, None, None)
         expected = json.loads(row.parameters)
         if row.method == "lazy":
@@ -108,16 +110,16 @@ def test_arms_of_an_experiment_reach_their_speedups(experiment: str, model: str)
     arms, methods = resolve_arms(config, datasets, length, limit)
     n = min(limit, length or REFERENCE_TOKENS[column])
     checked = 0
-    for one in arms:
+    for entry in arms:
         for dataset in datasets:
-            if not one.solves or one.name not in ("lazy", "static_pruning", "random_drop"):
+            if not entry.solves or entry.name not in ("lazy", "static_pruning", "random_drop"):
                 continue
-            aim = one.speedup
+            aim = entry.speedup
             if aim == "table1":
-                aim = table1_speedup(dataset.task, one.name, column)
-            counts = counts_of(methods[one.label, dataset.name], n, layers)
+                aim = table1_speedup(dataset.task, entry.name, column)
+            counts = counts_of(methods[entry.label, dataset.name], n, layers)
             found = flops(shape, [n] * layers) / flops(shape, counts)
-            assert found == pytest.approx(aim, abs=0.005), one.label
+            assert found == pytest.approx(aim, abs=0.005), entry.label
             checked += 1
     assert checked or experiment == "figure6"
 
@@ -166,22 +168,22 @@ def test_settings_make_arms_behind_the_baseline(
     overrides: list[str], methods: dict[str, object]
 ) -> None:
     arms = expand(read(overrides))
-    found = [(one.label, one.sample()) for one in arms]
+    found = [(entry.label, entry.sample()) for entry in arms]
     assert found == [("baseline", Baseline()), *methods.items()]
 
 
 def test_baseline_may_be_an_arm_with_a_label_or_none() -> None:
     named = expand(read(["arms=[lazy,{name: baseline, label: standard}]"]))
-    assert [one.label for one in named] == ["standard", "lazy"]
-    assert [one.label for one in expand(read(["baseline=false"]))] == ["lazy"]
+    assert [entry.label for entry in named] == ["standard", "lazy"]
+    assert [entry.label for entry in expand(read(["baseline=false"]))] == ["lazy"]
 
 
 def test_a_runs_speedup_is_for_arms_without_a_speed_of_their_own() -> None:
     def speeds(*overrides: str) -> dict[str, Any]:
-        return {one.label: one.speedup for one in expand(read(overrides))}
+        return {entry.label: entry.speedup for entry in expand(read(overrides))}
 
-    own = "arms=[lazy,{name: random_drop, keep: 0.5},{name: fastkv, speedup: [1.5, 2x]},asl]"
-    assert speeds(own, "speedup=3x") == {
+    arms = "arms=[lazy,{name: random_drop, keep: 0.5},{name: fastkv, speedup: [1.5, 2x]},asl]"
+    assert speeds(arms, "speedup=3x") == {
         "baseline": None, "lazy": 3, "random_drop": None, "fastkv speedup=1.5x": 1.5,
         "fastkv speedup=2x": 2, "asl": None,
     }  # fmt: skip
@@ -195,18 +197,18 @@ def test_a_runs_speedup_is_for_arms_without_a_speed_of_their_own() -> None:
         "uniprefill",
     }
     # a table's row says at which settings these two ran, those of their papers
-    adaptive = {one.label: one.canonical() for one in expand(read(["experiment=field"]))}
+    adaptive = {entry.label: entry.canonical() for entry in expand(read(["experiment=field"]))}
     assert (adaptive["uniprefill"]["p"], adaptive["asl"]["keep"]) == (0.99, 2048)
 
 
 def test_arms_out_of_reach_are_left_out_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    asked = [
+    arms = [
         {"name": "random_drop", "speedup": 6},
         {"name": "fastkv", "speedup": 2},  # a cut half-way leaves half of the layers whole
         {"name": "specprefill", "draft": None, "speedup": 2},
     ]
-    run = prepare(small_config(None, arms=asked))
-    assert [one.label for one in run.arms] == ["baseline", "random_drop"]
+    run = prepare(small_config(None, arms=arms))
+    assert [entry.label for entry in run.arms] == ["baseline", "random_drop"]
     out_of_reach = (
         "left out: fastkv cannot reach an ideal TTFT speedup of 2 on 8 layers: give a lower one"
     )
@@ -214,7 +216,7 @@ def test_arms_out_of_reach_are_left_out_with_a_line(caplog: pytest.LogCaptureFix
     assert "left out: specprefill cannot" in caplog.text
     assert "name a draft" in caplog.text
     with pytest.raises(UserError, match="no method reaches its speedup on this model: fastkv"):
-        prepare(small_config(None, arms=asked[1:2]))
+        prepare(small_config(None, arms=arms[1:2]))
 
 
 def test_a_speedup_is_solved_for_no_more_tokens_than_prompts_may_have() -> None:
@@ -224,9 +226,9 @@ def test_a_speedup_is_solved_for_no_more_tokens_than_prompts_may_have() -> None:
         )
         reached = flops(LLAMA2, [n] * 32) / flops(LLAMA2, counts_of(method, n, 32))
         assert reached == pytest.approx(2.16, abs=0.005)
-    asked = arm("a", "static_pruning", layer=2, speedup=2.0)
+    pruning = arm("a", "static_pruning", layer=2, speedup=2.0)
     short = [
-        asked.method(DATASETS["hops"], LLAMA2, None, None, limit) for limit in (None, 1024, 4000)
+        pruning.method(DATASETS["hops"], LLAMA2, None, None, limit) for limit in (None, 1024, 4000)
     ]
     assert short == short[:1] * 3  # its own 1,024 tokens
 
@@ -251,8 +253,8 @@ def test_shares_of_the_depth_become_layers_in_records() -> None:
 
 
 def test_prompt_compression_takes_its_authors_share_for_the_papers_speedup() -> None:
-    asked = arm("a", "prompt_compression", unit="sentence", speedup="table1")
-    method: Any = asked.method(CODE, LLAMA2, None, None, None)
+    compression = arm("a", "prompt_compression", unit="sentence", speedup="table1")
+    method: Any = compression.method(CODE, LLAMA2, None, None, None)
     assert (method.keep, method.unit) == (0.5, "sentence")
 
 

@@ -55,7 +55,7 @@ def test_models_have_their_suite_and_longbenchs_limits() -> None:
     assert read([]).model.name == "tiny"
     suites = {"tiny": "embedded", "llama2": "longbench", "xgen": "longbench"}
     for model, suite in suites.items():
-        assert chosen(f"model={model}") == [one.name for one in SUITES[suite].datasets]
+        assert chosen(f"model={model}") == [dataset.name for dataset in SUITES[suite].datasets]
     for name, limit in (("llama2", 3500), ("xgen", 7500)):
         model = read([f"model={name}"]).model
         assert (model.max_prompt_tokens, model.chat) == (limit, name)
@@ -70,8 +70,8 @@ def test_models_have_their_suite_and_longbenchs_limits() -> None:
 def test_the_name_of_a_task_means_the_model_s_suite() -> None:
     assert chosen("dataset=multi_doc_qa") == ["hops"]
     for task in SUITES["longbench"].all_tasks:
-        own = [one.name for one in SUITES["longbench"].datasets if one.task == task]
-        assert chosen("model=llama2", f"dataset={task}") == own
+        names = [dataset.name for dataset in SUITES["longbench"].datasets if dataset.task == task]
+        assert chosen("model=llama2", f"dataset={task}") == names
 
 
 def test_embedded_suite_has_its_limit_however_it_is_chosen() -> None:
@@ -174,16 +174,16 @@ def test_a_model_that_no_config_names_has_no_settings_of_the_default_model(tmp_p
 
 def test_a_sweep_makes_a_job_of_each_choice(tmp_path: Path) -> None:
     jobs = jobs_of(["-m", f"model=llama2,{tmp_path}", "limit=1", "seed=0,1"])
-    assert [(one.model.name, one.seed) for one in jobs] == [
+    assert [(job.model.name, job.seed) for job in jobs] == [
         ("llama2", 0), ("llama2", 1), (str(tmp_path), 0), (str(tmp_path), 1)
     ]  # fmt: skip
-    assert [one.model.chat for one in jobs] == ["llama2", "llama2", None, None]
+    assert [job.model.chat for job in jobs] == ["llama2", "llama2", None, None]
     text = (ROOT / "lazyllm" / "methods" / "static_pruning.py").read_text(encoding="utf-8")
     files = [tmp_path / "old" / "mine.py", tmp_path / "new" / "mine.py"]
     for file in files:
         file.parent.mkdir()
         file.write_text(text, encoding="utf-8")
     jobs = jobs_of(["-m", f"method=lazy,{files[0]},{files[1]}"])
-    assert [one.arms[0].name for one in jobs] == ["lazy", *map(str, files)]
-    speeds = [one.speedup for one in jobs_of(["experiment=field", "-m"])]
+    assert [job.arms[0].name for job in jobs] == ["lazy", *map(str, files)]
+    speeds = [job.speedup for job in jobs_of(["experiment=field", "-m"])]
     assert speeds == [1.5, 2, 3, 4, 6]

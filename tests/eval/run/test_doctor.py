@@ -152,7 +152,7 @@ def test_nvidia_smi_that_hangs_answers_nothing(tmp_path: Path, monkeypatch) -> N
 
 def test_exit_code_is_2_if_something_is_missing(examined, capsys) -> None:
     models = ("tiny", "tiny,qwen3-0.6b", "lama2")
-    assert [cli.main(["doctor", f"model={one}"]) for one in models] == [0, 2, 2]
+    assert [cli.main(["doctor", f"model={name}"]) for name in models] == [0, 2, 2]
     captured = capsys.readouterr()
     assert "not in the cache: lazyllm-bench fetch model=qwen3-0.6b" in captured.out
     assert "model=lama2: the nearest names are llama2, " in captured.err
@@ -202,8 +202,8 @@ def test_sizes_follow_the_dtype_and_a_folders_config(tmp_path: Path) -> None:
     spec = ModelSpec("tiny", dtype="bfloat16")
     small, weights = doctor.gigabytes_of(spec), Model.of(spec).weights
     assert small == pytest.approx(weights / 1e9, rel=1e-2)
-    of_folder = ModelSpec(PRESETS["tiny"].source, dtype="float32")
-    assert doctor.gigabytes_of(of_folder) == 2 * small
+    folder_spec = ModelSpec(PRESETS["tiny"].source, dtype="float32")
+    assert doctor.gigabytes_of(folder_spec) == 2 * small
     assert doctor.gigabytes_of(ModelSpec(str(tmp_path), dtype="float32")) == 0
 
 

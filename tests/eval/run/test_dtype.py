@@ -89,6 +89,8 @@ def test_doctor_names_dtype_and_size_on_a_cpu(
 def test_doctor_takes_the_checkpoint_s_dtype_for_a_gpu(quick: list[str]) -> None:
     keep_gain(SLOW)
     gpu = ["NVIDIA A100-SXM4-80GB", "550.54.15", "81920 MiB", "GPU-11aa"]
-    on_gpu, on_cpu = (spec_of(checked(*quick, f"model.device={one}")) for one in ("auto", "cpu"))
+    on_gpu, on_cpu = (
+        spec_of(checked(*quick, f"model.device={device}")) for device in ("auto", "cpu")
+    )
     assert doctor.dtype_of(on_gpu, gpu) == ("bfloat16", "the checkpoint's dtype")
     assert doctor.dtype_of(on_gpu, None)[0] == doctor.dtype_of(on_cpu, gpu)[0] == "float32"

@@ -109,9 +109,9 @@ def test_two_generations_by_hand(left: str, right: str, similarity: float, leadi
     """1 less Levenshtein's distance over the longer length; both ways around."""
     baseline = torch.tensor([0.5, 0.25, 0.25]).log()
     method = torch.tensor([0.25, 0.25, 0.5]).log() + 7  # logits are free up to a constant
-    for one, other in ((left, right), (right, left)):
-        reference = SimpleNamespace(token_ids=[*map(ord, one)], first_logits=baseline)
-        compared = SimpleNamespace(token_ids=[*map(ord, other)], first_logits=method)
+    for first, second in ((left, right), (right, left)):
+        reference = SimpleNamespace(token_ids=[*map(ord, first)], first_logits=baseline)
+        compared = SimpleNamespace(token_ids=[*map(ord, second)], first_logits=method)
         found = compare_generations(reference, compared)
         assert found.pop("kl") == pytest.approx(math.log(2) / 4, abs=1e-7)
         assert found.pop("edit_similarity") == pytest.approx(similarity)

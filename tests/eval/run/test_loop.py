@@ -59,7 +59,9 @@ def test_failure_of_an_arm_is_its_own_and_the_same_command_tries_it_again(
     result = measured(config)
     visits = read_visits(tmp_path / "run")
     assert [len(visit.answers) for visit in visits] == [1, 2, 2, 1, 2, 2]
-    failures = {(one.dataset, label): why for one in visits for label, why in one.failures.items()}
+    failures = {
+        (visit.dataset, label): why for visit in visits for label, why in visit.failures.items()
+    }
     assert {key: re.split(r"; | \(", why.error)[0] for key, why in failures.items()} == {
         ("lookup", "lazy"): "OutOfMemoryError: CUDA out of memory. Tried 2 GiB",
         ("shots", "baseline"): "FloatingPointError: logits not finite",
@@ -141,9 +143,9 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, caplog
                 show(done, "needle")
         assert threads == threading.active_count()  # none redraws while arms are timed
         assert len(caplog.records) == lines
-        shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stderr.getvalue()) + caplog.text
-        assert ("2/3 needle" in shown) == (lines == 0)
-        assert ("2 of 3 examples (needle)" in shown) == (lines == 3)
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stderr.getvalue()) + caplog.text
+        assert ("2/3 needle" in text) == (lines == 0)
+        assert ("2 of 3 examples (needle)" in text) == (lines == 3)
 
 
 def test_log_goes_where_a_progress_bar_puts_stderr(monkeypatch) -> None:

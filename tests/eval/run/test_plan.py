@@ -50,8 +50,8 @@ def test_plan_counts_what_the_run_measures(tmp_path: Path) -> None:
     arms = "arms=[{name: static_pruning, layer: 2, keep: 0.3},{name: lazy, speedup: 1.5},gemfilter]"
     given = [*PRUNING[-2:], arms, "dataset=complete", "limit=2"]
     stored = measured(checked(*given, f"out={tmp_path / 'run'}"))
-    planned = {one.arm: one for one in costs(given, L4)}
-    single = {one.arm: one for one in costs([*given, "max_new_tokens=1"], L4)}
+    planned = {cost.arm: cost for cost in costs(given, L4)}
+    single = {cost.arm: cost for cost in costs([*given, "max_new_tokens=1"], L4)}
     assert [*planned] == ["baseline", "static_pruning", "lazy", "gemfilter"]
     for arm, cost in planned.items():
         rows = stored.rows[stored.rows["arm"] == arm]
@@ -147,28 +147,28 @@ def test_plan_counts_each_arm_once_and_the_warm_ups() -> None:
 def test_sweep_lists_each_arm_and_logs_those_out_of_reach(caplog) -> None:
     sweep = ["model=tiny", "dataset=lookup", "limit=1", "seed=0,1", "speedup=2x"]
     planned = costs([*sweep, "arms=[lazy,fastkv]"], ACCELERATORS["h100"])
-    assert [one.arm for one in planned] == ["baseline", "lazy"] * 2
+    assert [cost.arm for cost in planned] == ["baseline", "lazy"] * 2
     assert "left out: fastkv cannot reach an ideal TTFT speedup of 2" in caplog.text
-    assert min(one.seconds for one in planned) > 0
-    shown = as_text(planned)
-    assert "4 arms of 1 model: " in shown
-    assert "one after the other at 50% of 989 TFLOP/s and 3.35 TB/s (H100)" in shown
-    told = re.search(r"attention takes (\d+)% .* prefill of ([\d,]+) tokens", shown)
-    assert told is not None
-    assert told[2] == f"{planned[0].longest:,}"
+    assert min(cost.seconds for cost in planned) > 0
+    text = as_text(planned)
+    assert "4 arms of 1 model: " in text
+    assert "one after the other at 50% of 989 TFLOP/s and 3.35 TB/s (H100)" in text
+    match = re.search(r"attention takes (\d+)% .* prefill of ([\d,]+) tokens", text)
+    assert match is not None
+    assert match[2] == f"{planned[0].longest:,}"
     n, config = planned[0].longest, Model.of(TINY).config
     shape = LayerShape.of(config)
     attention = 8 * n * (n + 1) // 2 * shape.pair_flops
     rest = 8 * n * shape.linear_flops + 2 * shape.width * config.vocab_size
-    assert int(told[1]) == round(100 * attention / (attention + rest))
+    assert int(match[1]) == round(100 * attention / (attention + rest))
 
 
 def test_without_a_gpu_times_are_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a product of the model's shape, on as many threads as the run has, and a large matrix."""
-    asked = []
+    calls = []
 
     def rate(device: torch.device, dtype: torch.dtype, tokens: int, *sizes: int) -> float:
-        asked.append((device.type, dtype, tokens, *sizes))
+        calls.append((device.type, dtype, tokens, *sizes))
         return 8e9 if tokens > 1 else 2e9
 
     monkeypatch.setattr("lazyllm.measuring._rate", rate)
@@ -177,7 +177,7 @@ def test_without_a_gpu_times_are_this_machines(monkeypatch: pytest.MonkeyPatch) 
     planned = costs(given)
     assert torch.get_num_threads() == before
     shapes = (1000, 128, LayerShape.of(Model.of(TINY).config).mlp_width, 1), (1, 8192, 8192, 1)
-    assert asked == [("cpu", torch.float32, *shape) for shape in shapes]
+    assert calls == [("cpu", torch.float32, *shape) for shape in shapes]
     here = planned[0].device
     # each weight: 2 FLOPs, 4 bytes
     assert (here.flops_per_s, here.bytes_per_s, here.gigabytes) == (8e9, 4e9, 0)
@@ -192,7 +192,7 @@ def test_other_models_are_in_the_memory() -> None:
     # each prompt token
     expected = 2 * 1_235_814_400 + 2 * 2 * 8 * 64 * 16 * 1000
     assert model.memory(method, 1000, 1)["other models"] == expected
-    drafted, whole = (model.work(one, 1000, 1)[0].flops for one in (method, Baseline()))
+    drafted, whole = (model.work(choice, 1000, 1)[0].flops for choice in (method, Baseline()))
     assert drafted < 0.6 * whole
 
 
@@ -225,18 +225,18 @@ def test_plan_before_anything_was_fetched(
     found = {row.dataset: (row.prompt_tokens, row.new_tokens, row.count) for row in estimated}
     assert found == rows
     planned = costs(given.split(), a100)
-    assert [one.arm for one in planned] == ["baseline", "lazy"]
+    assert [cost.arm for cost in planned] == ["baseline", "lazy"]
     assert planned == costs_of(config, estimated, a100)
     assert "an estimate: " in as_text(planned)
-    assert "estimate" not in as_text([replace(one, is_estimate=False) for one in planned])
+    assert "estimate" not in as_text([replace(cost, is_estimate=False) for cost in planned])
 
 
 @pytest.mark.usefixtures("nothing_fetched")
 def test_readme_s_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=llama2", "method=lazy", "--gpu", "a100"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     # both arms; 19 of 20 examples are cut at 3,500 tokens, 200 have 3,381 and 150 more
-    assert shown.count("| 3750 | 13,101,200 |") == 2
+    assert output.count("| 3750 | 13,101,200 |") == 2
 
 
 def test_published_sizes(shared: Path) -> None:

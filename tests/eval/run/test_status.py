@@ -37,7 +37,7 @@ def job(folder: Path, ended: bool = True, error: str | None = None, **begin: Any
         opened.writelines(json.dumps(event) + "\n" for event in events[: 1 + ended])
 
 
-def one(folder: Path) -> Status:
+def read_status(folder: Path) -> Status:
     (line,) = status([folder])
     return line
 
@@ -45,7 +45,7 @@ def one(folder: Path) -> Status:
 def test_done_incomplete_and_unknown_runs(tmp_path: Path, capsys) -> None:
     job(make(tmp_path / "a", 4, 4))
     # as after a full disk
-    assert one(tmp_path).why == "without a table: the same command makes it"
+    assert read_status(tmp_path).why == "without a table: the same command makes it"
     (tmp_path / "a" / "summary.md").touch()
     assert cli.main(["status", str(tmp_path)]) == 0
     assert "1 run: 1 done" in capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_failed_answers_say_which_arm_and_why(tmp_path: Path) -> None:
             arms = visit(number).arms | {"lazy": Failure(error=error, traceback="...")}
             store.append(visit(number, arms=arms))
     job(folder)
-    line = one(tmp_path)
+    line = read_status(tmp_path)
     assert (line.state, line.failed, line.done, line.expected) == ("failed", 3, 1, 4)
     assert line.why.startswith("2 of lazy failed: too long; 1 of lazy failed: NaN")
     assert cli.main(["status", str(tmp_path)]) == 1
@@ -95,19 +95,19 @@ def test_last_job_decides_until_the_run_is_done(
 ) -> None:
     folder = make(tmp_path / "a", 2, 3)
     job(folder, **settings)
-    assert one(tmp_path).state == state
-    assert why in one(tmp_path).why
+    assert read_status(tmp_path).state == state
+    assert why in read_status(tmp_path).why
     make(folder, 3)
-    assert one(tmp_path).state == "done"
+    assert read_status(tmp_path).state == "done"
 
 
 def test_living_process_is_running(tmp_path: Path) -> None:
     folder = make(tmp_path / "a", 2, 4)
     with subprocess.Popen(["sleep", "1000"]) as process:
         job(folder, process=process.pid, ended=False)
-        assert (one(tmp_path).state, one(tmp_path).why) == ("running", "")
+        assert (read_status(tmp_path).state, read_status(tmp_path).why) == ("running", "")
         process.kill()
-    assert one(tmp_path).why.startswith("job began at")
+    assert read_status(tmp_path).why.startswith("job began at")
 
 
 def test_damaged_run_hides_no_other(tmp_path: Path) -> None:

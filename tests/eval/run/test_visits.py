@@ -117,7 +117,7 @@ def test_visit_tells_its_prompt_and_the_order_of_its_arms(run: Run, visits) -> N
         )
         assert visit.prompt_end == prompt.text[-600:]
         assert list(visit.arms) == LABELS  # as in tables
-        assert visit.order == [one.label for one in rotate(run.arms, number)]
+        assert visit.order == [entry.label for entry in rotate(run.arms, number)]
         assert visit.kernel == "SDPA's flash for CPUs"
         ceiling = attention_ceiling(tiny()[0].config, visit.prompt_tokens)
         assert visit.attention_ceiling == ceiling
@@ -145,7 +145,7 @@ def test_answer_is_the_generation_of_its_arm(run: Run, visits) -> None:
 
 def test_failure_of_an_arm_is_its_own(run: Run, visits) -> None:
     failed = {key for key, visit in visits.items() if "fails" in visit.failures}
-    expected = {one.key for one in run.prompts if sum(one.token_ids) % 3 == 0}
+    expected = {prompt.key for prompt in run.prompts if sum(prompt.token_ids) % 3 == 0}
     assert failed == expected != {*visits}
     assert expected
     for key, visit in visits.items():
@@ -182,7 +182,7 @@ def test_forced_answers_are_those_of_whole_runs_of_the_model(run: Run, visits) -
     model, tokenizer = tiny()
     for prompt in run.prompts:
         visit = visits[prompt.key]
-        answer, own = visit.answers["drop seed 1"], visit.answers["baseline"].token_ids
+        answer, baseline_ids = visit.answers["drop seed 1"], visit.answers["baseline"].token_ids
         method = run.methods["drop seed 1", prompt.dataset.name]
         selected = lazyllm.generate(model, prompt.as_input(), method, 1, ()).selected
         everything, kept = [*range(len(prompt.token_ids))], selected[0][0]
@@ -190,7 +190,7 @@ def test_forced_answers_are_those_of_whole_runs_of_the_model(run: Run, visits) -
         gold = gold_token_ids(tokenizer, prompt.text, prompt.example.answers[0])
         gold = gold[: prompt.max_new_tokens]
         for token_ids, kl, log_likelihood in (
-            (own, answer.answer_kl, answer.answer_log_likelihood),
+            (baseline_ids, answer.answer_kl, answer.answer_log_likelihood),
             (gold, answer.gold_kl, answer.gold_log_likelihood),
         ):
             theirs, ours = (
@@ -333,12 +333,12 @@ def test_rows_are_as_many_as_fit_into_memory() -> None:
 
 
 def test_memory_is_for_the_longest_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Mock(return_value=3)
-    monkeypatch.setattr("eval.run.prepare.fitting_batch", asked)
+    fitting = Mock(return_value=3)
+    monkeypatch.setattr("eval.run.prepare.fitting_batch", fitting)
     model = {"name": "tiny", "dtype": "float32", "device": "cpu", "thinking_tokens": 700}
     run = prepare(small_config(None, dataset="needle", needle={"lengths": [300]}, model=model))
     assert run.batch_size == 3
-    (*_, new_tokens, _) = asked.call_args.args
+    (*_, new_tokens, _) = fitting.call_args.args
     assert new_tokens == 2 + 700 == max(prompt.max_new_tokens for prompt in run.prompts)
 
 
@@ -350,12 +350,12 @@ def test_each_arm_is_before_and_after_each_other_and_has_each_place_equally_ofte
     count: int,
 ) -> None:
     arms = [arm(str(number), "baseline") for number in range(count)]
-    orders = [[one.label for one in rotate(arms, number)] for number in range(2 * count)]
-    assert all(sorted(order) == [one.label for one in arms] for order in orders)
+    orders = [[entry.label for entry in rotate(arms, number)] for number in range(2 * count)]
+    assert all(sorted(order) == [entry.label for entry in arms] for order in orders)
     for first, second in (orders[n : n + 2] for n in range(0, 2 * count, 2)):  # in each two visits
-        for one, other in combinations("".join(first), 2):
-            before = second.index(one) < second.index(other)
-            assert (first.index(one) < first.index(other)) != before
+        for label, other in combinations("".join(first), 2):
+            before = second.index(label) < second.index(other)
+            assert (first.index(label) < first.index(other)) != before
     places = Counter((label, place) for order in orders for place, label in enumerate(order))
     assert set(places.values()) == {2}
     assert len(places) == count**2
@@ -381,10 +381,10 @@ def example(name: str) -> Prompt:
 
 def test_score_and_rouge_l_are_of_the_cleaned_text() -> None:
     text = "Assistant: Emilia is angry.\nWilliam is not."
-    own = score_of(example("qasper"), text, CHAT_FORMATS["xgen"])
-    assert own["text"] == " Emilia is angry.\nWilliam is not."
-    assert own["score"] == pytest.approx(2 * 3 / (3 + 6))  # F1 by hand
-    assert own["rouge_l"] is None
+    result = score_of(example("qasper"), text, CHAT_FORMATS["xgen"])
+    assert result["text"] == " Emilia is angry.\nWilliam is not."
+    assert result["score"] == pytest.approx(2 * 3 / (3 + 6))  # F1 by hand
+    assert result["rouge_l"] is None
     assert score_of(example("qasper"), text, CHAT_FORMATS["none"])["text"] == text
     other = "\nEmilia is angry.\nand much else besides"
     summary = score_of(example("samsum"), other, CHAT_FORMATS["none"])
@@ -445,7 +445,7 @@ def test_no_timed_prefill_is_the_first_of_its_shapes(monkeypatch, batch_size: in
     state = {"decodes": False, "rehearses": False}
 
     def noted(*tensors: Any, **settings: Any) -> Any:
-        shapes = tuple((tuple(one.shape), one.stride()) for one in tensors[:3])
+        shapes = tuple((tuple(tensor.shape), tensor.stride()) for tensor in tensors[:3])
         if not state["decodes"]:
             (untimed if state["rehearses"] else timed)[shapes] += 1
             early.extend({shapes} - untimed.keys())
@@ -471,7 +471,7 @@ def test_no_timed_prefill_is_the_first_of_its_shapes(monkeypatch, batch_size: in
     prompts = prepare(small_config(None, limit=2, dataset="lookup")).prompts
     planned = [(prompt, rotate(arms, number)) for number, prompt in enumerate(prompts)]
     made = [*bench_of(model, tokenizer, arms, batch_size=batch_size).visits(planned)]
-    assert [list(visit.answers) for visit in made] == [[one.label for one in arms]] * 2
+    assert [list(visit.answers) for visit in made] == [[entry.label for entry in arms]] * 2
     assert len(timed) > len(arms)
     assert not early
     assert untimed >= timed  # the draft's check, once, is untimed too

@@ -198,5 +198,5 @@ def test_run_passes_trackers_its_visits_and_table(monkeypatch) -> None:
     table = logged(run, "per_example")[0]["per_example"]
     assert table.get_column("id") == [visit.id for visit in visits]
     assert table.get_column("ttft_speedup") == [None, None]
-    shown = {name for call in run.log.call_args_list for name in call.args[0]}
-    assert any(name.startswith("figures/") for name in shown)
+    names = {name for call in run.log.call_args_list for name in call.args[0]}
+    assert any(name.startswith("figures/") for name in names)

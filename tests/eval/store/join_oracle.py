@@ -51,25 +51,25 @@ class Counted:
     run: str
     arm: str
     visit: Visit
-    own: Answer
+    answer: Answer
     baseline: Answer | None
 
 
-def number(visit: Visit, one: Answer, name: str) -> float:
+def number(visit: Visit, answer: Answer, name: str) -> float:
     """A value as tables show it; NaN if it was not measured."""
-    groups = zip(one.computed[-1], one.group_layers, strict=True)
+    groups = zip(answer.computed[-1], answer.group_layers, strict=True)
     layers = [computed for computed, width in groups for _ in range(width)]
-    computed = one.scoring_tokens + sum(layers) / len(layers)
-    steps = one.decode_step_s
+    computed = answer.scoring_tokens + sum(layers) / len(layers)
+    steps = answer.decode_step_s
     derived: dict[str, Any] = {
-        "total_s": None if steps is None else one.ttft_s + sum(steps),
+        "total_s": None if steps is None else answer.ttft_s + sum(steps),
         "step_s": sum(steps) / len(steps) if steps else None,
-        "generated_tokens": len(one.token_ids),
+        "generated_tokens": len(answer.token_ids),
         "pct_prompt_tokens_computed": 100 * computed / visit.prompt_tokens,
-        "cache_bytes": one.kv_bytes + one.aux_bytes,
+        "cache_bytes": answer.kv_bytes + answer.aux_bytes,
         "attention_ceiling": visit.attention_ceiling,
     }
-    value = derived[name] if name in derived else getattr(one, name)
+    value = derived[name] if name in derived else getattr(answer, name)
     return NAN if value is None else float(value) * (100 if name in PERCENT else 1)
 
 
@@ -83,15 +83,15 @@ def answers_of(run: StoredRun) -> list[Counted]:
     for visit in run.visits:
         theirs = visit.arms.get(identity["baseline"])
         baseline = theirs if isinstance(theirs, Answer) else None
-        for arm, own in visit.arms.items():
+        for arm, outcome in visit.arms.items():
             settings = {**identity["arms"][arm]["method"]}
             if (speedup := identity["arms"][arm].get("speedup")) is not None:
                 settings["speedup"] = speedup
             method, seed = settings.pop("name"), settings.pop("seed", identity["seed"])
             text, suite = json.dumps(settings, sort_keys=True), DATASETS[visit.dataset].suite
-            if isinstance(own, Answer):
+            if isinstance(outcome, Answer):
                 about = (run.model, method, text, suite), seed, str(run.folder), arm
-                answer = Counted(*about, visit, own, baseline)
+                answer = Counted(*about, visit, outcome, baseline)
                 found.setdefault((visit.dataset, visit.id, arm), answer)
     return sorted(found.values(), key=lambda answer: [*identity["arms"]].index(answer.arm))
 
@@ -112,7 +112,11 @@ def answers_that_count(runs: Sequence[StoredRun]) -> list[Counted]:
         key: max(by_run, key=lambda folder: (len(by_run[folder]), started[folder]))
         for key, by_run in candidates.items()
     }
-    return [one for one in found if one.run == best[one.setting, one.seed, one.visit.dataset]]
+    return [
+        answer
+        for answer in found
+        if answer.run == best[answer.setting, answer.seed, answer.visit.dataset]
+    ]
 
 
 def mean(values: Iterable[float]) -> float:
@@ -124,21 +128,25 @@ def ratio(above: float, below: float) -> float:
     return NAN if below == 0 or math.isnan(below) else above / below
 
 
-def to_equal_length(own: Answer, theirs: Answer) -> tuple[float, float]:
+def to_equal_length(answer: Answer, baseline: Answer) -> tuple[float, float]:
     """Seconds of both answers to their k-th token: k is the length of the shorter one."""
-    ours, others = own.decode_step_s, theirs.decode_step_s
+    ours, others = answer.decode_step_s, baseline.decode_step_s
     if ours is None or others is None:
         return NAN, NAN
     steps = min(len(ours), len(others))
-    return own.ttft_s + sum(ours[:steps]), theirs.ttft_s + sum(others[:steps])
+    return answer.ttft_s + sum(ours[:steps]), baseline.ttft_s + sum(others[:steps])
 
 
 class Example:
     """The answers to one example: seeds count as one."""
 
     def __init__(self, answers: list[Counted]) -> None:
-        own = [(one.visit, one.own) for one in answers]
-        pairs = [(one.visit, one.own, one.baseline) for one in answers if one.baseline is not None]
+        all_answers = [(counted.visit, counted.answer) for counted in answers]
+        pairs = [
+            (counted.visit, counted.answer, counted.baseline)
+            for counted in answers
+            if counted.baseline is not None
+        ]
         sides = {"own": [(visit, ours) for visit, ours, _ in pairs]}
         sides["their"] = [(visit, theirs) for visit, _, theirs in pairs]
 
@@ -146,8 +154,8 @@ class Example:
             return [number(visit, answer, name) for visit, answer in side]
 
         self.is_paired = bool(pairs)
-        self.means = {name: mean(values(own, name)) for name in PLAIN}
-        self.of_pairs = {name: mean(values(sides["own"], name)) for name in OF_PAIRS}
+        self.means = {name: mean(values(all_answers, name)) for name in PLAIN}
+        self.paired_means = {name: mean(values(sides["own"], name)) for name in OF_PAIRS}
         self.compared = {
             f"{side} {name}": mean(values(of, name))
             for side, of in sides.items()
@@ -162,16 +170,16 @@ class Example:
         self.times["their equal_length_s"] = sum(end for _, end in ends)
 
 
-def of_dataset(drawn: list[Example], official: bool) -> dict[str, float]:
+def average_dataset(drawn: list[Example], official: bool) -> dict[str, float]:
     """The values of a dataset, and those of both sides of the answers beside a baseline."""
     pairs = [example for example in drawn if example.is_paired]
     values = {name: mean(example.means[name] for example in drawn) for name in PLAIN}
-    values |= {name: mean(example.of_pairs[name] for example in pairs) for name in OF_PAIRS}
+    values |= {name: mean(example.paired_means[name] for example in pairs) for name in OF_PAIRS}
     compared = [f"{side} {name}" for side in ("own", "their") for name in COMPARED]
     values |= {name: mean(example.compared[name] for example in pairs) for name in compared}
     for speedup, clock in SPEEDUPS.items():
         theirs, ours = (
-            sum(one.times[f"{side} {clock}"] for one in pairs) for side in ("their", "own")
+            sum(example.times[f"{side} {clock}"] for example in pairs) for side in ("their", "own")
         )
         values[speedup] = ratio(theirs, ours)
     if official:
@@ -196,17 +204,20 @@ def mean_of(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     return with_ratios({name: mean(part[name] for part in parts) for name in parts[0]})
 
 
-def resamples(dataset: str, own: list[Example], of_task: list[Example]) -> list[list[Example]]:
+def resamples(
+    dataset: str, examples: list[Example], task_examples: list[Example]
+) -> list[list[Example]]:
     """A dataset's examples, then the documented draws: n - 1 of n (Rao and Wu 1988).
 
-    A dataset's only example is replaced by any one of its task. of_task: in order of appearance.
+    A dataset's only example is replaced by any one of its task. task_examples: in order of
+    appearance.
     """
     rng = np.random.default_rng(list(dataset.encode()))
-    if len(own) == 1:
-        picks = rng.integers(0, len(of_task), size=RESAMPLES).tolist()
-        return [own, *([of_task[pick]] for pick in picks)]
-    draws = rng.integers(0, len(own), size=(RESAMPLES, len(own) - 1)).tolist()
-    return [own, *([own[pick] for pick in picks] for picks in draws)]
+    if len(examples) == 1:
+        picks = rng.integers(0, len(task_examples), size=RESAMPLES).tolist()
+        return [examples, *([task_examples[pick]] for pick in picks)]
+    draws = rng.integers(0, len(examples), size=(RESAMPLES, len(examples) - 1)).tolist()
+    return [examples, *([examples[pick] for pick in picks] for picks in draws)]
 
 
 def rows_of(answers: Sequence[Counted], intervals: bool = True) -> dict[str, dict[str, Any]]:
@@ -221,16 +232,18 @@ def rows_of(answers: Sequence[Counted], intervals: bool = True) -> dict[str, dic
         by_key.setdefault((dataset, name), []).append(answer)
         by_dataset.setdefault(dataset, {}).setdefault(name, []).append(answer)
     examples = {key: Example(found) for key, found in by_key.items()}
-    of_tasks: dict[str, list[Example]] = {}
+    task_examples: dict[str, list[Example]] = {}
     for (dataset, _), example in examples.items():
-        of_tasks.setdefault(DATASETS[dataset].task, []).append(example)
+        task_examples.setdefault(DATASETS[dataset].task, []).append(example)
     levels: dict[str, tuple[list[str], list[dict[str, float]], dict[int, float]]] = {}
     for name, by_example in by_dataset.items():
-        own = [examples[name, one] for one in by_example]
-        chosen = resamples(name, own, of_tasks[DATASETS[name].task])[: None if intervals else 1]
-        values = [of_dataset(one, place == 0) for place, one in enumerate(chosen)]
+        members = [examples[name, row] for row in by_example]
+        chosen = resamples(name, members, task_examples[DATASETS[name].task])[
+            : None if intervals else 1
+        ]
+        values = [average_dataset(sample, place == 0) for place, sample in enumerate(chosen)]
         levels[f"dataset {name}"] = [name], values, seed_scores(by_example)
-    tasks = [task for task in TASKS if task in of_tasks]
+    tasks = [task for task in TASKS if task in task_examples]
     for task in tasks:
         names = [name for name in by_dataset if DATASETS[name].task == task]
         levels[f"task {task}"] = mean_level([levels[f"dataset {name}"] for name in names])
@@ -252,8 +265,8 @@ def mean_level(parts: list[Any]) -> tuple[list[str], list[dict[str, float]], dic
     names = [name for part in parts for name in part[0]]
     values = [mean_of(drawn) for drawn in zip(*(part[1] for part in parts), strict=True)]
     scores = [part[2] for part in parts]
-    common = [seed for seed in scores[0] if all(seed in one for one in scores)]
-    return names, values, {seed: mean(one[seed] for one in scores) for seed in common}
+    common = [seed for seed in scores[0] if all(seed in by_seed for by_seed in scores)]
+    return names, values, {seed: mean(by_seed[seed] for by_seed in scores) for seed in common}
 
 
 def has_enough(by_dataset: dict[str, dict[str, Any]], names: list[str]) -> bool:
@@ -270,7 +283,7 @@ def with_interval(
 ) -> tuple[float, float, float]:
     if not enough or len(values) == 1:
         return values[0][name], NAN, NAN
-    low, high = np.percentile([one[name] for one in values[1:]], [2.5, 97.5])
+    low, high = np.percentile([drawn[name] for drawn in values[1:]], [2.5, 97.5])
     return values[0][name], float(low), float(high)
 
 
@@ -278,12 +291,15 @@ def seed_scores(by_example: dict[str, list[Counted]]) -> dict[int, float]:
     """{seed: a dataset's score}, of the seeds that answered every example."""
     found = {}
     for seed in {answer.seed for answers in by_example.values() for answer in answers}:
-        by_seed = [[one for one in answers if one.seed == seed] for answers in by_example.values()]
+        by_seed = [
+            [answer for answer in answers if answer.seed == seed] for answers in by_example.values()
+        ]
         if all(by_seed):
             scores = [
-                [number(one.visit, one.own, "score") for one in answers] for answers in by_seed
+                [number(counted.visit, counted.answer, "score") for counted in answers]
+                for answers in by_seed
             ]
-            found[seed] = dataset_score([mean(of_example) / 100 for of_example in scores])
+            found[seed] = dataset_score([mean(example_scores) / 100 for example_scores in scores])
     return found
 
 
@@ -317,6 +333,10 @@ def failed_of(run: StoredRun, arms: Sequence[str], dataset: str) -> int:
 
 def score_failed_as_zero(run: StoredRun, arms: Sequence[str], dataset: str) -> float:
     """The mean of a dataset's scores, 0 for those that failed."""
-    answered = [one for one in answers_of(run) if one.visit.dataset == dataset and one.arm in arms]
-    scores = [number(one.visit, one.own, "score") for one in answered]
+    answered = [
+        counted
+        for counted in answers_of(run)
+        if counted.visit.dataset == dataset and counted.arm in arms
+    ]
+    scores = [number(counted.visit, counted.answer, "score") for counted in answered]
     return mean([*scores, *[0] * failed_of(run, arms, dataset)])

@@ -214,14 +214,14 @@ def drawn_run(
                 rng.shuffle(tried)
                 failed = {arm for arm in tried if rng.random() < 0.2}
                 unpaired = set(tried) if "baseline" not in {*tried} - failed else {"baseline"}
-                own = {
+                outcomes = {
                     arm: FAILED if arm in failed
                     else drawn_answer(rng, arm in unpaired, (dataset, arm) in lacks)
                     for arm in tried
                 }  # fmt: skip
                 about = {"attention_ceiling": ceiling, "prompt_tokens": 100 + row}
-                visits.append(visit(row, dataset, arms=own, **about))
-                missing = [arm for arm in missing if not isinstance(own.get(arm), Answer)]
+                visits.append(visit(row, dataset, arms=outcomes, **about))
+                missing = [arm for arm in missing if not isinstance(outcomes.get(arm), Answer)]
                 if rng.random() < 0.3:
                     break  # the run ends with failures
     if rng.random() < 0.5:  # visits come in any order
@@ -302,15 +302,15 @@ def test_the_table_of_a_run_is_the_oracles(seed: int) -> None:
         found[key] = row
     expected = {}
     for name, labels in arm_groups(run).items():
-        answers = [one for one in oracle.answers_of(run) if one.arm in labels]
+        answers = [counted for counted in oracle.answers_of(run) if counted.arm in labels]
         for level, values in (oracle.rows_of(answers, intervals=False) if answers else {}).items():
             expected[name, level] = labels, values
     # rows that would repeat others are left out: a task's only dataset in every arm, and the mean
     # of one task
     datasets: dict[str, set[str]] = {}
-    for one in run.visits:
-        if one.answers:
-            datasets.setdefault(DATASETS[one.dataset].task, set()).add(one.dataset)
+    for entry in run.visits:
+        if entry.answers:
+            datasets.setdefault(DATASETS[entry.dataset].task, set()).add(entry.dataset)
     left_out = {
         f"dataset {name}" for names in datasets.values() if len(names) == 1 for name in names
     }
@@ -319,10 +319,12 @@ def test_the_table_of_a_run_is_the_oracles(seed: int) -> None:
     for (name, level), row in found.items():
         labels, values = expected[name, level]
         assert_row(row, values, intervals=False)
-        within = {one.dataset for one in run.visits}
+        within = {entry.dataset for entry in run.visits}
         if level != "all":
-            within = {one for one in within if row["name"] in (one, DATASETS[one].task)}
-        assert row["failed"] == sum(oracle.failed_of(run, labels, one) for one in within)
+            within = {
+                dataset for dataset in within if row["name"] in (dataset, DATASETS[dataset].task)
+            }
+        assert row["failed"] == sum(oracle.failed_of(run, labels, dataset) for dataset in within)
         if level.startswith("dataset"):
             zeroed = oracle.score_failed_as_zero(run, labels, row["name"])
             # rounded as scores are

@@ -43,10 +43,10 @@ def test_fields_that_are_left_out_take_their_defaults() -> None:
     values = made.model_dump()
     for key in ("groups", "gold", "prompt_end", "kernel", "attention_ceiling"):
         del values[key]
-    for one in values["arms"].values():
-        for name in [name for name, value in one.items() if value is None]:
+    for fields in values["arms"].values():
+        for name in [name for name, value in fields.items() if value is None]:
             if name not in ("peak_memory_bytes", "prefill_mfu"):  # whether measured is always said
-                del one[name]
+                del fields[name]
     assert Visit.from_json(json.dumps(values)) == made
 
 
@@ -101,7 +101,7 @@ def test_compact_counts_lose_nothing() -> None:
         layers, compact = compact_counts(full)
         assert np.array_equal(np.repeat(np.array(compact), layers, axis=1), full)
         neighbours = zip(np.transpose(compact), np.transpose(compact)[1:], strict=False)
-        assert all((one != other).any() for one, other in neighbours)
+        assert all((left != right).any() for left, right in neighbours)
 
 
 def test_traces_have_names_of_their_own(tmp_path: Path) -> None:

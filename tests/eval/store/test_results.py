@@ -202,26 +202,28 @@ def test_an_answer_has_the_stored_numbers_and_those_that_follow() -> None:
         "group_layers": [3, 1],
         "computed": [[200, 40], [200, 80]],
     }
-    one = visit(7, prompt_tokens=200, attention_ceiling=1.5, **percent, **counts, **plain, **lists)
+    example = visit(
+        7, prompt_tokens=200, attention_ceiling=1.5, **percent, **counts, **plain, **lists
+    )
     derived = {
         "total_s": 0.6, "step_s": 0.2, "generated_tokens": 3, "attention_ceiling": 1.5,
         "pct_prompt_tokens_computed": 100 * (10 + (3 * 200 + 80) / 4) / 200,
     }  # fmt: skip
     expected = {name: 100 * share for name, share in percent.items()} | counts | plain | derived
     assert expected.keys() == set(MEASURED)
-    assert numbers_of(one, one.answers["lazy"]) == pytest.approx(expected)
+    assert numbers_of(example, example.answers["lazy"]) == pytest.approx(expected)
 
 
 def test_a_row_has_the_answers_numbers_and_their_origin(tmp_path: Path) -> None:
     bare = answer(decode_step_s=[], token_ids=[1])
-    one = visit(
+    example = visit(
         7,
         "gov_report",
         arms={"baseline": bare, "lazy": answer(decode_step_s=[0.1, 0.3])},
         groups=["long"],
     )
     folder = write_run(
-        tmp_path / "one", [one], "random_drop", {"keep": 0.5, "seed": 4}, paper="llama2"
+        tmp_path / "one", [example], "random_drop", {"keep": 0.5, "seed": 4}, paper="llama2"
     )
     (results,) = read_results([tmp_path])
     frame: Any = results.frame
@@ -241,7 +243,7 @@ def test_a_row_has_the_answers_numbers_and_their_origin(tmp_path: Path) -> None:
     assert expected.keys() | {*MEASURED, "token_s"} == {*COLUMNS}
     assert row["token_s"] == pytest.approx((0.2, 0.3, 0.6))
     assert {name: row[name] for name in MEASURED} == pytest.approx(
-        numbers_of(one, one.answers["lazy"]), nan_ok=True
+        numbers_of(example, example.answers["lazy"]), nan_ok=True
     )
     assert (baseline["arm"], baseline["seed"], baseline["is_baseline"], baseline["token_s"]) == (
         "baseline",
@@ -292,10 +294,10 @@ def test_a_setting_is_named_by_its_speedup_and_hyperparameters() -> None:
         label_of("prompt_compression", {"keep": 0.5, "scorer": None})
         == "prompt_compression, keep=0.5"
     )
-    shown = {2.0: "static_pruning, speedup=2x, layer=2",
+    labels = {2.0: "static_pruning, speedup=2x, layer=2",
     1.25: "static_pruning, speedup=1.25x, layer=2",
              "table1": "static_pruning, speedup=table1, layer=2"}  # fmt: skip
-    for speedup, label in shown.items():
+    for speedup, label in labels.items():
         run = stored(
             [visit()],
             "static_pruning",
@@ -388,10 +390,10 @@ def test_results_and_status_name_all_damaged_runs_and_show_the_whole_ones(
 ) -> None:
     damage(tmp_path)
     assert cli.main(["results", str(tmp_path), "--json"]) == 1
-    shown = capsys.readouterr()
-    (row,) = [row for row in json.loads(shown.out) if row["method"] == "lazy"]
+    captured = capsys.readouterr()
+    (row,) = [row for row in json.loads(captured.out) if row["method"] == "lazy"]
     assert row["seeds"] == 2
-    assert [name for name in NAMED if name in shown.err] == NAMED
+    assert [name for name in NAMED if name in captured.err] == NAMED
     assert cli.main(["status", str(tmp_path), "--json"]) == 1
     lines = {line["run"]: line for line in json.loads(capsys.readouterr().out)}
     assert {name for name, line in lines.items() if line["state"] == "failed"} == set("acde")

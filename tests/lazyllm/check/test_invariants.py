@@ -168,9 +168,10 @@ def test_docstring_examples_pass_the_command(
     assert [line[:3] for line in others] == ["ok "] * 5 + ["all"]
     monkeypatch.setattr(kind, "target_parameter", None)
     assert command.main(["example", setting]) == 1
-    told, failed = capsys.readouterr().out.splitlines()[-6::5]
+    reason, failed = capsys.readouterr().out.splitlines()[-6::5]
     assert re.match(
-        "failed  llama: keeping every token .* declare what keeps all: target_parameter = KEY", told
+        "failed  llama: keeping every token .* declare what keeps all: target_parameter = KEY",
+        reason,
     )
     assert failed == "1 failed"
 

@@ -206,8 +206,8 @@ def by_reference(architecture: str, dtype: str, method: str) -> ReferenceOutput:
 @lru_cache(maxsize=len(COLUMNS))
 def _model(architecture: str, dtype: str, attention: str) -> PreTrainedModel:
     # which is not installed: see `flash_stand_in`
-    own = "eager" if attention == "flash_attention_2" else attention
-    model = random_variant(architecture, 3, own, getattr(torch, dtype))
+    initial = "eager" if attention == "flash_attention_2" else attention
+    model = random_variant(architecture, 3, initial, getattr(torch, dtype))
     model.config._attn_implementation = attention
     return model
 
@@ -280,13 +280,13 @@ def flash_stand_in() -> Iterator[None]:
         weights = F.softmax(logits.masked_fill(~seen, float("-inf")), dim=-1)
         return (weights @ value.float()).to(query.dtype).transpose(1, 2).contiguous(), None
 
-    own = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    original = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
     ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = flash
     try:
         yield
     finally:
         del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-        assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is own
+        assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is original
 
 
 def drawn(

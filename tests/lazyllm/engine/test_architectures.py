@@ -70,10 +70,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def refusal_of(name: str) -> str:
     """The message that refuses a model of `REFUSED` at start-up; "" if it is not refused."""
-    kind, own, _ = REFUSED[name]
+    kind, settings, _ = REFUSED[name]
     # of which each kind has its own
     common = {key: value for key, value in SMALL.items() if key != "rope_parameters"}
-    config = AutoConfig.for_model(kind, **(({} if kind == "gpt2" else common) | own))
+    config = AutoConfig.for_model(kind, **(({} if kind == "gpt2" else common) | settings))
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     try:
@@ -188,10 +188,10 @@ def test_surroundings_are_the_models_own_and_leave_it_as_it_was(variant: str) ->
         assert torch.equal(surroundings.logits(normed[0]), logits)
     assert torch.equal(hidden, given[0]["hidden_states"])
     for ours, theirs in zip(calls, given, strict=True):
-        for own, expected in zip(
+        for found, expected in zip(
             ours["position_embeddings"], theirs["position_embeddings"], strict=True
         ):
-            assert torch.equal(own, expected)
+            assert torch.equal(found, expected)
     kinds = len({id(call["position_embeddings"]) for call in calls})
     assert kinds == (2 if variant == "gemma3" else 1)
     assert dict(model.named_modules()) == modules

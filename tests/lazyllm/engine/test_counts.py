@@ -109,7 +109,7 @@ class SteeredLazy(Lazy):
         draw, size = torch.Generator().manual_seed(0), session.max_positions
         wanted = torch.rand(size, generator=draw)
 
-        def of_drawn(index: int) -> torch.Tensor:
+        def look_up_drawn(index: int) -> torch.Tensor:
             importance(index)
             return wanted[session.caches[index].positions]
 
@@ -119,7 +119,7 @@ class SteeredLazy(Lazy):
                 wanted.copy_(torch.where(chance < self.drift, fresh, wanted))
             return begin_step()
 
-        session.importance, session.begin_step = of_drawn, drifting_step
+        session.importance, session.begin_step = look_up_drawn, drifting_step
         return session
 
 
@@ -310,12 +310,13 @@ def test_bytes_at_the_end_of_prefill_with_figure_4s_schedule(kv_heads: int, laye
     model, n = small_llama(kv_heads, layers), 200
     ours = lazyllm.generate(model, prompt_tensor(n), Lazy(), 1, ())
     theirs = lazyllm.generate(model, prompt_tensor(n), Baseline(), 1, ())
-    one, two, three = (layers * tenths // 10 for tenths in (3, 6, 9))
+    first, second, third = (layers * tenths // 10 for tenths in (3, 6, 9))
     row = 2 * kv_heads * (WIDTH // HEADS) * 8  # K and V of one token in one layer, float64
     # 200, 140, 98, 69 tokens enter the groups
     assert (
         ours.kv_bytes
-        == (one * 200 + (two - one) * 140 + (three - two) * 98 + (layers - three) * 69) * row
+        == (first * 200 + (second - first) * 140 + (third - second) * 98 + (layers - third) * 69)
+        * row
     )
     assert ours.aux_bytes == (60 + 42 + 29) * WIDTH * 8
     assert theirs.kv_bytes == layers * 200 * row

@@ -29,27 +29,27 @@ class OnDevice(TorchDispatchMode):
     """Answers what a boundary may ask, which tokens are missing and their ranks, and records every
     tensor on the host.
 
-    revived: number of tokens in the answer. asked: number of questions. host: other tensors on the
-        host.
+    revived: number of tokens in the answer. questions: how many were asked. host: other tensors on
+        the host.
     """
 
     def __init__(self, revived: int) -> None:
         super().__init__()
         self.revived = revived
-        self.asked = 0
+        self.questions = 0
         self.host: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name == "nonzero":
-            self.asked += 1
+            self.questions += 1
             return args[0].new_empty((self.revived, args[0].ndim), dtype=torch.long)
         if (
             name in ("to", "_to_copy")
             and args[0].shape == (self.revived,)
             and kwargs.get("device") == HOST
         ):
-            self.asked += 1
+            self.questions += 1
             return torch.arange(1, 1 + self.revived)
         target = args[1].device if name == "copy_" else (kwargs or {}).get("device")
         if name in ("copy_", "_to_copy") and target not in (None, args[0].device):
@@ -96,11 +96,11 @@ def test_only_boundaries_ask_the_device(
         prompt = PROMPT.to(META)
         with OnDevice(revived) as prefill:
             session.prefill(prompt)
-        assert (prefill.asked, prefill.host) == (0, [])
+        assert (prefill.questions, prefill.host) == (0, [])
         for token_id in range(STEPS):
             with OnDevice(revived) as step:
                 logits = session.step(torch.full((1,), token_id, device=META))
-            assert step.asked == asks
+            assert step.questions == asks
             assert (step.host, logits.shape) == ([], (97,))
 
 

@@ -91,13 +91,13 @@ def test_group_cache_forgets_for_good(kept: list[Any]) -> None:
     assert not cache.is_contiguous
     cache.advance(torch.tensor([6]), 7)
     found, values = cache.update(newest, -newest, 1)
-    of_heads = slots.expand(2, -1)
+    slots_by_head = slots.expand(2, -1)
     assert cache.positions.expand(2, -1).tolist() == [
-        [*of_head, 6] for of_head in of_heads.tolist()
+        [*head_slots, 6] for head_slots in slots_by_head.tolist()
     ]
     for head in range(2):
         assert torch.equal(
-            found[0, head], torch.cat([key[0, head, of_heads[head]], newest[0, head]])
+            found[0, head], torch.cat([key[0, head, slots_by_head[head]], newest[0, head]])
         )
     assert torch.equal(values, -found)
     assert cache.nbytes == before // 2 // 3 * 4

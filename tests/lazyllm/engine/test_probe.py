@@ -50,7 +50,7 @@ def by_hand(model: Any) -> tuple[dict[bool, list[np.ndarray]], list[np.ndarray]]
     return scores, states
 
 
-def shown(scores: np.ndarray, look: ScoreSpec) -> np.ndarray:
+def select_scores(scores: np.ndarray, look: ScoreSpec) -> np.ndarray:
     """The part of a layer's scores [h, N, N] that `look` describes."""
     rows = scores[:, -look.queries :]
     rows = rows if look.per_head else rows.mean(axis=0)
@@ -68,7 +68,9 @@ def test_every_look(architecture: str) -> None:
             model.config._attn_implementation = implementation
             with torch.inference_mode(), open_decoder(model) as decoder:
                 for look in LOOKS:
-                    expected = [shown(scores[look.raw][layer], look) for layer in look.layers]
+                    expected = [
+                        select_scores(scores[look.raw][layer], look) for layer in look.layers
+                    ]
                     hidden, recorded = run_layers(decoder, torch.tensor(PROMPT), scores=look)
                     for ours, theirs in zip(recorded, expected, strict=True):
                         np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-9)
@@ -159,9 +161,9 @@ def attention_in_order(
     cache = GroupCache(19, 19, query.device)
     cache.advance(torch.tensor(stored, device=query.device), 19)
     cache.update(key, value, 0)
-    of_set = torch.tensor(chosen, device=query.device), int(chosen.sum())
+    members = torch.tensor(chosen, device=query.device), int(chosen.sum())
     mask = masks.PositionSortedMask(
-        cache, torch.tensor(queries, device=query.device), of_set, window, ranks
+        cache, torch.tensor(queries, device=query.device), members, window, ranks
     )
     sorted_key, sorted_value = cache.take(0, mask.slots_on(query.device), widths[0])
     found = kernels.attend_in_order(query, sorted_key, sorted_value, mask, 0.3, softcap, splits)

@@ -74,7 +74,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "doc_to_text": "{{question}}",
     }
     until = {"until": ["\n", " wagon"], "max_gen_toks": 6, "do_sample": False}
-    own: dict[str, tuple[dict[str, Any], list[str]]] = {
+    kinds: dict[str, tuple[dict[str, Any], list[str]]] = {
         "choice": (
             {
                 "output_type": "multiple_choice",
@@ -96,7 +96,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["word_perplexity", "byte_perplexity", "bits_per_byte"],
         ),
     }
-    for name, (settings, metrics) in own.items():
+    for name, (settings, metrics) in kinds.items():
         task = {"task": f"own_{name}", "metric_list": [{"metric": metric} for metric in metrics]}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(common | settings | task))
     return folder
@@ -184,12 +184,14 @@ def forced_log(pruned: PrunedLM, context: list[int], continuation: list[int]) ->
 
 def test_pruned_likelihoods_are_the_oracles(pruned: PrunedLM) -> None:
     continuations = [" window wizard wagon", " olive", " window", " coral cricket"]
-    asked = instances("loglikelihood", *((CONTEXT, continuation) for continuation in continuations))
-    found = pruned.loglikelihood(asked)
+    requests = instances(
+        "loglikelihood", *((CONTEXT, continuation) for continuation in continuations)
+    )
+    found = pruned.loglikelihood(requests)
     context = pruned.tok_encode(CONTEXT)
     tokens = [pruned.tok_encode(CONTEXT + text)[len(context) :] for text in continuations]
     check(found, [forced_log(pruned, context, continuation) for continuation in tokens], 1e-3)
-    other = PrunedLM("tiny", **KEEPS_ALL, **CPU).loglikelihood(asked)
+    other = PrunedLM("tiny", **KEEPS_ALL, **CPU).loglikelihood(requests)
     assert max(abs(ours[0] - theirs[0]) for ours, theirs in zip(found, other, strict=True)) > 1e-2
 
 
@@ -199,23 +201,23 @@ def test_pruned_answers_are_the_oracles_up_to_the_stop_string(pruned: PrunedLM) 
     assert out.margin > 1e-6
     whole = pruned.tok_decode(out.token_ids)
     stop = whole[3:5]
-    asked = instances(
+    requests = instances(
         "generate_until",
         (CONTEXT, {"until": ["never this"], "max_gen_toks": 6}),
         (CONTEXT, {"until": [stop], "max_gen_toks": 6, "temperature": 0.0, "top_p": 0.9}),
     )
-    assert pruned.generate_until(asked) == [whole, whole.split(stop)[0]]
+    assert pruned.generate_until(requests) == [whole, whole.split(stop)[0]]
 
 
 @pytest.fixture
 def prefills(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The lengths of the prompts that were prefilled."""
     lengths: list[int] = []
-    own = Session.prefill
+    prefill = Session.prefill
 
     def counted(self: Session, token_ids: Any) -> Any:
         lengths.append(len(token_ids))
-        return own(self, token_ids)
+        return prefill(self, token_ids)
 
     monkeypatch.setattr(Session, "prefill", counted)
     return lengths
@@ -281,23 +283,23 @@ def test_requests_in_a_batch_give_what_each_gives_alone(
     pruned: PrunedLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batched = PrunedLM("tiny", "lazy", schedule=SCHEDULE, batch_size="auto", **CPU)
-    sizes, own = [], generation.step_together
+    sizes, step_together = [], generation.step_together
     monkeypatch.setattr(
         generation,
         "step_together",
-        lambda *arguments: sizes.append(len(arguments[1])) or own(*arguments),
+        lambda *arguments: sizes.append(len(arguments[1])) or step_together(*arguments),
     )
     contexts = [CONTEXT, CONTEXT[8:], CONTEXT[30:]]
     pairs = product(contexts, (" window wizard wagon", " olive", " coral cricket"))
-    asked = [instances("loglikelihood", *pairs)]
+    batches = [instances("loglikelihood", *pairs)]
     few = {"max_gen_toks": 6}
     for until in (["never this"], [" wagon"], ["a"]):
-        asked.append(
+        batches.append(
             instances(
                 "generate_until", *((context, {"until": until, **few}) for context in contexts)
             )
         )
-    for requests in asked:
+    for requests in batches:
         kind = requests[0].request_type
         expected, found = getattr(pruned, kind)(requests), getattr(batched, kind)(requests)
         if kind == "generate_until":

@@ -273,10 +273,10 @@ def test_using_leaves_the_model_as_it_was() -> None:
         with lazyllm.using(model, Baseline()):
             assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), plain)
         assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), inner.sequences)
-        own = model.generate(
+        custom = model.generate(
             ids_of(LONG), max_new_tokens=4, custom_generate=lambda *_, **__: "a call's own"
         )
-        assert own == "a call's own"
+        assert custom == "a call's own"
         assert not torch.equal(inner.sequences, plain)
     assert state_of(model) == before
     assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), plain)
@@ -288,10 +288,10 @@ def test_using_leaves_the_model_as_it_was() -> None:
         model.generate(ids_of(LONG), max_new_tokens=4, logits_processor=LogitsProcessorList([fail]))
     assert state_of(model) == before
     # a user's own value stays, and what it calls prunes
-    model.generate = own = lambda *args, **kwargs: type(model).generate(model, *args, **kwargs)  # type: ignore[method-assign]
+    model.generate = wrapper = lambda *args, **kwargs: type(model).generate(model, *args, **kwargs)  # type: ignore[method-assign]
     with lazyllm.using(model, PRUNE_3):
         assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), inner.sequences)
-    assert model.generate is own
+    assert model.generate is wrapper
 
 
 PRUNE_3 = Lazy({1: 0.5, 2: 0.5})

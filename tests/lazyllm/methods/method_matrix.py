@@ -110,10 +110,10 @@ def _remembered(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> Re
     return out
 
 
-def _asked(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
-    asked = lazy_reference(model, prompt, {3: 0.5}, 1)
-    out = field_oracles.on_the_rest(model, prompt, asked.selected[0][3], steps, renumber=False)
-    return ReferenceOutput(out.token_ids, out.logits, [out.selected], margin=asked.margin)
+def _run_select(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
+    reference = lazy_reference(model, prompt, {3: 0.5}, 1)
+    out = field_oracles.on_the_rest(model, prompt, reference.selected[0][3], steps, renumber=False)
+    return ReferenceOutput(out.token_ids, out.logits, [out.selected], margin=reference.margin)
 
 
 def _own_draft(
@@ -189,7 +189,7 @@ ROWS = LISTED | {
     "specprefill, sound": Row(SpecPrefill(keep=0.3, chunk=3, sound=True), scores=True),
     "static_pruning, after the last layer": Row(StaticPruning(4, 0.4)),
     "a Prune": Row(Remembering(), _remembered),
-    "a Select": Row(example_of(Select)(3), _asked, scores=True),
+    "a Select": Row(example_of(Select)(3), _run_select, scores=True),
 }
 PRUNING = {
     name: row.pruning

@@ -122,13 +122,18 @@ def test_method_refuses_bad_setting_in_one_line(
 
 
 def test_draft_with_other_tokens_is_refused(tmp_path: Path) -> None:
-    model, own = tiny()
-    read = own("the old lantern", return_offsets_mapping=True)
+    model, model_tokenizer = tiny()
+    read = model_tokenizer("the old lantern", return_offsets_mapping=True)
     prompt = lazyllm.Prompt(
         torch.tensor(read["input_ids"]), "the old lantern", tuple(read["offset_mapping"])
     )
-    random_variant("llama", 7, num_hidden_layers=2, vocab_size=len(own)).save_pretrained(tmp_path)
-    for folder, tokenizer in ((tmp_path / "same", own), (tmp_path / "others", byte_tokenizer())):
+    random_variant(
+        "llama", 7, num_hidden_layers=2, vocab_size=len(model_tokenizer)
+    ).save_pretrained(tmp_path)
+    for folder, tokenizer in (
+        (tmp_path / "same", model_tokenizer),
+        (tmp_path / "others", byte_tokenizer()),
+    ):
         shutil.copytree(tmp_path, folder, ignore=shutil.ignore_patterns("same", "others"))
         tokenizer.save_pretrained(folder)
         SpecPrefill(str(folder)).check(model.config)

@@ -121,7 +121,9 @@ def hold(
     assert out.computed[0].tolist() == expected.passes[-1]
     np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=TOLERANCE)
     config = model.config
-    held = sum(len(of_head) + STEPS - 1 for heads in expected.caches.values() for of_head in heads)
+    held = sum(
+        len(positions) + STEPS - 1 for heads in expected.caches.values() for positions in heads
+    )
     assert out.kv_bytes == held * 2 * config.head_dim * 8
     if expected.pairs:
         dense = [
@@ -140,11 +142,11 @@ def test_random_cases(name: str, variant: str, seed: int) -> None:
     rng = random.Random(f"{name} {variant} {seed}")
     attention = rng.choice(["eager", attention_of(variant)])
     model, ids = model_of(variant, seed % 2, attention), drawn_prompt(rng)
-    own = drawn(rng, name)
-    expected = getattr(field_oracles, name)(model, ids, **own, steps=STEPS)
+    parameters = drawn(rng, name)
+    expected = getattr(field_oracles, name)(model, ids, **parameters, steps=STEPS)
     assert expected.margin > 1e-12
     with casts_in_float64():
-        out = hold(model, METHODS[name](**own), ids, expected)
+        out = hold(model, METHODS[name](**parameters), ids, expected)
     if len(expected.passes) == 2 and expected.decode_from < len(ids):
         assert out.scoring_tokens == -(-sum(expected.passes[0]) // LAYERS)
 
@@ -158,35 +160,41 @@ def test_llamas_with_grouped_heads(name: str, seed: int) -> None:
     model = random_variant(
         "llama", seed, rng.choice(["sdpa", "eager"]), num_hidden_layers=LAYERS, **heads
     )
-    ids, own = rng.choices(range(97), k=rng.randint(20, 45)), drawn(rng, name)
-    expected = getattr(field_oracles, name)(model, ids, **own, steps=STEPS)
+    ids, parameters = rng.choices(range(97), k=rng.randint(20, 45)), drawn(rng, name)
+    expected = getattr(field_oracles, name)(model, ids, **parameters, steps=STEPS)
     assert expected.margin > 1e-12
     with casts_in_float64():
-        hold(model, METHODS[name](**own), ids, expected)
+        hold(model, METHODS[name](**parameters), ids, expected)
 
 
 def test_trianglemix_without_a_dense_layer() -> None:
-    own: dict[str, Any] = {"dense": 0, "sinks": 1, "window": 3, "last": 2}
+    parameters: dict[str, Any] = {"dense": 0, "sinks": 1, "window": 3, "last": 2}
     model, ids = model_of("llama", 0, "sdpa"), [*range(5, 38)]
-    expected = field_oracles.trianglemix(model, ids, **own, steps=STEPS)
+    expected = field_oracles.trianglemix(model, ids, **parameters, steps=STEPS)
     assert len(set(expected.pairs.values())) == 1  # the first layer skips as many pairs as the last
     with casts_in_float64():
-        hold(model, METHODS["trianglemix"](**own), ids, expected)
-    assert list(TriangleMix(**own).attended(model.config, len(ids))) == list(LAYER)
+        hold(model, METHODS["trianglemix"](**parameters), ids, expected)
+    assert list(TriangleMix(**parameters).attended(model.config, len(ids))) == list(LAYER)
 
 
 @pytest.mark.parametrize(("layer", "layers"), [(3, 1), (4, 2)])
 def test_first_layers_of_claa_store_all_before_those_that_store_some(
     layer: int, layers: int
 ) -> None:
-    own: dict[str, Any] = {"layer": layer, "keep": 0.3, "layers": layers, "window": 2, "pool": 3}
+    parameters: dict[str, Any] = {
+        "layer": layer,
+        "keep": 0.3,
+        "layers": layers,
+        "window": 2,
+        "pool": 3,
+    }
     model, ids = model_of("llama", 0, "sdpa"), [*range(5, 38)]
-    expected = field_oracles.claa(model, ids, **own, retain=None, steps=STEPS)
+    expected = field_oracles.claa(model, ids, **parameters, retain=None, steps=STEPS)
     assert [len(expected.caches[number][0]) for number in range(1, layers + 2)] == [33] * layers + [
         9
     ]
     with casts_in_float64():
-        hold(model, METHODS["claa"](**own), ids, expected)
+        hold(model, METHODS["claa"](**parameters), ids, expected)
 
 
 @cache
@@ -207,19 +215,19 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_specprefill(variant: str, seed: int, drafts: Path) -> None:
     rng = random.Random(f"{variant} {seed}")
     ids, model = drawn_prompt(rng), model_of(variant, seed % 2, attention_of(variant))
-    own = drawn(rng, "specprefill")
+    parameters = drawn(rng, "specprefill")
     with casts_in_float64():
         folder = saved_draft(variant, drafts)
         draft = random_variant(variant, 7, attention_of(variant), num_hidden_layers=2)
-        method = SpecPrefill(folder, **own)
+        method = SpecPrefill(folder, **parameters)
         method.check(model.config)
-        expected = field_oracles.specprefill(model, draft, ids, **own, steps=STEPS)
+        expected = field_oracles.specprefill(model, draft, ids, **parameters, steps=STEPS)
         assert expected.margin > 1e-12
         out = hold(model, method, ids, expected)
         if len(expected.selected[0]) < len(ids):
-            assert out.scoring_tokens == len(ids) + own["lookahead"] - 1
-        own_draft = field_oracles.specprefill(model, model, ids, **own, steps=STEPS)
-        hold(model, SpecPrefill(None, **own), ids, own_draft)
+            assert out.scoring_tokens == len(ids) + parameters["lookahead"] - 1
+        own_draft = field_oracles.specprefill(model, model, ids, **parameters, steps=STEPS)
+        hold(model, SpecPrefill(None, **parameters), ids, own_draft)
 
 
 def test_asl_cuts_where_ranks_settle() -> None:
@@ -229,7 +237,7 @@ def test_asl_cuts_where_ranks_settle() -> None:
     cuts = set()
     for _ in range(6):
         ids = rng.choices(range(97), k=40)
-        own: dict[str, Any] = {
+        parameters: dict[str, Any] = {
             "first": 2,
             "threshold": 0.9,
             "keep": 6,
@@ -237,16 +245,16 @@ def test_asl_cuts_where_ranks_settle() -> None:
             "layers": 2,
             "pool": 3,
         }
-        expected = field_oracles.asl(model, ids, **own, steps=STEPS)
+        expected = field_oracles.asl(model, ids, **parameters, steps=STEPS)
         with casts_in_float64():
-            out = hold(model, ASL(**own), ids, expected)
-        measured = ASL(**own).ideal_speedup(model.config, len(ids), out.computed[0])
+            out = hold(model, ASL(**parameters), ids, expected)
+        measured = ASL(**parameters).ideal_speedup(model.config, len(ids), out.computed[0])
         assert measured == prefill_flops(model.config, [40] * 8) / prefill_flops(
             model.config, expected.passes[0]
         )
         cuts.add(next(iter(expected.selected), None))
     assert len(cuts) >= 3
-    announced = ASL(**own).tokens_per_layer(Depth(8), 40).count(40)
+    announced = ASL(**parameters).tokens_per_layer(Depth(8), 40).count(40)
     assert announced == min(filter(None, cuts))  # the earliest
 
 

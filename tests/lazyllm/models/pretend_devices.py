@@ -88,12 +88,14 @@ class _Above(TorchFunctionMode):
         if func is torch.Tensor.numpy:
             return func(_held(args[0]), **kwargs)
         if func is torch.Tensor.to:
-            asked = [arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, torch.device)]
+            devices = [
+                arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, torch.device)
+            ]
             others = [arg for arg in args[1:] if not isinstance(arg, torch.device)]
             kwargs.pop("device", None)
             kwargs.pop("non_blocking", None)
             out = func(args[0], *others, **kwargs) if others or kwargs else args[0]
-            return self._moved(out, asked[0]) if asked else out
+            return self._moved(out, devices[0]) if devices else out
         place = kwargs.pop("device", None)
         if place is None:
             return func(*args, **kwargs)
@@ -135,5 +137,5 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _held(one: Any) -> Any:
-    return one.held if isinstance(one, Placed) else one
+def _held(tensor: Any) -> Any:
+    return tensor.held if isinstance(tensor, Placed) else tensor

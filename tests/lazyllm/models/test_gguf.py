@@ -67,10 +67,12 @@ def test_files_are_read_as_transformers_reads_them(
         assert torch.allclose(
             logits(model), logits(original), atol=1e-4 if quantisation == "F32" else 1e-2
         )
-    own = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    plain_tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
     for text in TEXTS:
-        assert tokenizer(text).input_ids == own(text).input_ids
-        assert tokenizer.decode(tokenizer(text).input_ids) == own.decode(own(text).input_ids)
+        assert tokenizer(text).input_ids == plain_tokenizer(text).input_ids
+        assert tokenizer.decode(tokenizer(text).input_ids) == plain_tokenizer.decode(
+            plain_tokenizer(text).input_ids
+        )
     assert tokenizer.chat_template == TEMPLATE
     assert load_end_ids(ModelSpec(str(file))) == (END, TURN)
     assert model.config.tie_word_embeddings == original.config.tie_word_embeddings
@@ -115,9 +117,11 @@ def test_what_was_read_is_read_once_and_by_what_determines_it(
     expected = logits(load(file)[0])
     read = list[str]()
     for name in ("convert", "dequantise"):
-        own = getattr(gguf_reading, name)
+        plain = getattr(gguf_reading, name)
         monkeypatch.setattr(
-            gguf_reading, name, lambda *args, own=own, name=name: (read.append(name), own(*args))[1]
+            gguf_reading,
+            name,
+            lambda *args, plain=plain, name=name: (read.append(name), plain(*args))[1],
         )
     copy = shutil.copy(file, tmp_path / "copy.gguf")
     assert torch.equal(logits(load(copy)[0]), expected)
@@ -169,10 +173,12 @@ def test_file_is_parsed_once_for_the_tokenizer_and_once_for_the_weights(
         "TensorNameMap.__init__": 1,
         "gguf.dequantize": tensors,
     }
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("lazyllm")]
-    assert told[0] == f"reading config and tokenizer of {file} into {about}, once"
-    assert told[1] == f"reading weights in float32 of {file} into {about}-float32, once"
-    shares = [float(line.split(" %")[0]) for line in told[2:]]
+    messages = [
+        record.getMessage() for record in caplog.records if record.name.startswith("lazyllm")
+    ]
+    assert messages[0] == f"reading config and tokenizer of {file} into {about}, once"
+    assert messages[1] == f"reading weights in float32 of {file} into {about}-float32, once"
+    shares = [float(line.split(" %")[0]) for line in messages[2:]]
     assert shares == sorted(shares)
     assert (len(shares), shares[-1]) == (tensors, 100)
 
@@ -205,16 +211,16 @@ def test_llama31_rope_is_read(tmp_path: Path) -> None:
         high_freq_factor=4.0,
         original_max_position_embeddings=8192,
     )  # fmt: skip
-    own = {"head_dim": 16, "max_position_embeddings": 131072}
-    original: Any = model_of("llama", rope_parameters=scaling, **own)
+    sizes = {"head_dim": 16, "max_position_embeddings": 131072}
+    original: Any = model_of("llama", rope_parameters=scaling, **sizes)
     plain: Any = model_of(
-        "llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, **own
+        "llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, **sizes
     )
-    asked, usual = original.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq
-    factors = (usual / asked).numpy().astype(np.float32)
+    scaled, usual = original.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq
+    factors = (usual / scaled).numpy().astype(np.float32)
     file = write_gguf(tmp_path / "small.gguf", original, tensors={"rope_freqs.weight": factors})
-    assert torch.allclose(load(file)[0].model.rotary_emb.inv_freq, asked, rtol=1e-6)
-    assert not torch.allclose(usual, asked, rtol=1e-6)
+    assert torch.allclose(load(file)[0].model.rotary_emb.inv_freq, scaled, rtol=1e-6)
+    assert not torch.allclose(usual, scaled, rtol=1e-6)
     other = write_gguf(tmp_path / "other.gguf", original, tensors={"rope_freqs.weight": factors**2})
     refused(other, "rope_freqs.weight are not Llama 3.1's")
 
@@ -324,7 +330,7 @@ def test_another_tokenizer_must_fit_the_model(tmp_path: Path, caplog) -> None:
 
 
 def test_settings_of_generation_configs_that_greedy_answers_leave_out(tiny_copy: Path) -> None:
-    asked = {"repetition_penalty": 1.1, "do_sample": True, "suppress_tokens": [5]}
+    unapplied = {"repetition_penalty": 1.1, "do_sample": True, "suppress_tokens": [5]}
     neutral = {
         "no_repeat_ngram_size": 0,
         "num_beams": 1,
@@ -332,8 +338,8 @@ def test_settings_of_generation_configs_that_greedy_answers_leave_out(tiny_copy:
         "temperature": 0.7,
         "bad_words_ids": [],
     }
-    (tiny_copy / "generation_config.json").write_text(json.dumps(asked | neutral))
-    assert unapplied_settings(ModelSpec(str(tiny_copy))) == asked
+    (tiny_copy / "generation_config.json").write_text(json.dumps(unapplied | neutral))
+    assert unapplied_settings(ModelSpec(str(tiny_copy))) == unapplied
     assert unapplied_settings(ModelSpec(str(tiny_copy), load_format="dummy")) == {}
     assert unapplied_settings(ModelSpec("tiny")) == {}
 

@@ -79,14 +79,14 @@ def test_load_model_uses_the_dtype(dtype: str) -> None:
 def test_random_weights_are_seeded_and_leave_the_global_generator_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    one, again, other = (
+    first, again, other = (
         load_weights(ModelSpec("tiny", "dummy", "bfloat16", "cpu", seed=seed)) for seed in (0, 0, 1)
     )
     assert torch.equal(torch.get_rng_state(), before)
-    assert same_weights(one, again)
-    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
-    assert {parameter.dtype for parameter in one.parameters()} == {torch.bfloat16}
-    assert one.model.rotary_emb.inv_freq.dtype == torch.float32  # as a checkpoint has it
+    assert same_weights(first, again)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    assert {parameter.dtype for parameter in first.parameters()} == {torch.bfloat16}
+    assert first.model.rotary_emb.inv_freq.dtype == torch.float32  # as a checkpoint has it
 
 
 class Drawn(TorchDispatchMode):
@@ -114,16 +114,16 @@ def test_random_weights_are_drawn_once_and_are_as_transformers_makes_them(name: 
         if isinstance(layer, (nn.Linear, nn.Embedding))
     )
     for kind in ("named_parameters", "named_buffers"):
-        for (key, own), (other_key, other) in zip(
+        for (key, tensor), (other_key, other) in zip(
             getattr(model, kind)(), getattr(usual, kind)(), strict=True
         ):
-            assert (key, own.dtype, own.shape, own.device) == (
+            assert (key, tensor.dtype, tensor.shape, tensor.device) == (
                 other_key,
                 other.dtype,
                 other.shape,
                 other.device,
             )
-            assert torch.equal(own, other) or own.std().item() == pytest.approx(
+            assert torch.equal(tensor, other) or tensor.std().item() == pytest.approx(
                 other.std().item(), rel=0.2
             )
 
@@ -225,8 +225,8 @@ def test_pickle_with_code_is_refused_and_not_run(
 def test_pickle_with_shards_of_a_repository_loads(
     tmp_path: Path, hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Mock()  # transformers would ask the hub to convert the repository
-    monkeypatch.setattr("transformers.modeling_utils.auto_conversion", asked)
+    conversion = Mock()  # transformers would ask the hub to convert the repository
+    monkeypatch.setattr("transformers.modeling_utils.auto_conversion", conversion)
     files = xgen([5, 6])
     hub.repositories["Salesforce/xgen-7b-8k-inst"] = Repository(files)
     for name, content in files.items():
@@ -241,7 +241,7 @@ def test_pickle_with_shards_of_a_repository_loads(
     loaded = load("xgen").state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
-    assert not asked.called
+    assert not conversion.called
     pickles[1].write_bytes(pickles[1].read_bytes()[:-9])
     refused(tmp_path, "could not be loaded: .*failed finding central directory")
     torch.save({"bomb": Code(tmp_path / "mark")}, pickles[1])

@@ -50,14 +50,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def same(one: lazyllm.Generation, other: lazyllm.Generation) -> None:
-    assert one.token_ids == other.token_ids
-    assert torch.equal(one.first_logits, other.first_logits)
-    assert one.computed.tolist() == other.computed.tolist()
-    assert (one.selected, one.kv_bytes, one.aux_bytes) == (
-        other.selected,
-        other.kv_bytes,
-        other.aux_bytes,
+def same(first: lazyllm.Generation, second: lazyllm.Generation) -> None:
+    assert first.token_ids == second.token_ids
+    assert torch.equal(first.first_logits, second.first_logits)
+    assert first.computed.tolist() == second.computed.tolist()
+    assert (first.selected, first.kv_bytes, first.aux_bytes) == (
+        second.selected,
+        second.kv_bytes,
+        second.aux_bytes,
     )
 
 
@@ -86,8 +86,10 @@ def test_checkpoint_quantised_by_a_missing_package_is_refused_before_it_loads(
     ):
         folder = tmp_path / method
         shutil.copytree(saved, folder)
-        own = {"quant_method": method, "load_in_8bit": method == "bitsandbytes", "bits": 4}
-        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": own}
+        quantisation = {"quant_method": method, "load_in_8bit": method == "bitsandbytes", "bits": 4}
+        config = json.loads((folder / "config.json").read_text()) | {
+            "quantization_config": quantisation
+        }
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match=message):
             load_weights(ModelSpec(str(folder), device="cpu"))
@@ -99,23 +101,23 @@ def test_quantised_checkpoint_is_made_on_its_device_by_its_own_config(
     """Nothing that can be installed everywhere quantises, so that what transformers would do is
     only noted.
     """
-    told: dict[str, Any] = {}
+    given: dict[str, Any] = {}
 
     def from_pretrained(source: str, **how: object) -> tuple[PreTrainedModel, dict]:
-        told.update(how, source=source)
+        given.update(how, source=source)
         info = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys"), ())
         return random_model("llama", 2, num_layers=4), info
 
     folder = shutil.copytree(saved, tmp_path / "quantised")
     config = json.loads((folder / "config.json").read_text())
-    own = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
+    quantisation = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
     monkeypatch.setattr(AutoHfQuantizer, "from_config", lambda *_, **__: Mock())
     monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     load_weights(ModelSpec(str(folder), dtype="bfloat16", device="cpu"))
-    assert (told["device_map"], told["dtype"]) == ({"": torch.device("cpu")}, torch.bfloat16)
-    assert told["weights_only"] is True
-    assert "quantization_config" not in told  # as None it would override the checkpoint's
+    assert (given["device_map"], given["dtype"]) == ({"": torch.device("cpu")}, torch.bfloat16)
+    assert given["weights_only"] is True
+    assert "quantization_config" not in given  # as None it would override the checkpoint's
     with pytest.raises(UserError, match="random weights"):
         load_weights(ModelSpec(str(folder), "dummy", device="cpu"))
     monkeypatch.setattr(config_module, "is_accelerate_available", lambda: False)

@@ -154,20 +154,20 @@ def test_sentences_and_their_information_are_the_released_ones(
 ) -> None:
     name, model, tokenizer = scorer
     method = PromptCompression(0.5, scorer=name, scoring="sentences")
-    beside = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
+    target = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
     # of others the release has no places
     texts = [text for text in (TEXT, *made_texts(20)) if text.isascii()]
     assert len(texts) > 5
     for text in texts:
         prompt = prompt_of(tokenizer, text)
-        with torch.inference_mode(), open_decoder(beside) as decoder:
+        with torch.inference_mode(), open_decoder(target) as decoder:
             starts, info = method._score_sentences(decoder, prompt)
         expected = released(text, model, tokenizer)
         begun = [
             prompt.text[start:stop].split()
             for start, stop in pairwise([*starts, prompt.context[0][1]])
         ]
-        assert begun == [own.split() for own, _ in expected]
+        assert begun == [sentence.split() for sentence, _ in expected]
         np.testing.assert_allclose(info, [value for _, value in expected], rtol=1e-9)
 
 
@@ -181,7 +181,7 @@ def test_what_stays_is_what_the_release_leaves(share: float, scorer: tuple[str, 
     threshold = np.percentile([info for _, info in units], 100 * share)
     for unit, info in units:
         left += unit if info >= threshold else ""
-    beside = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
+    target = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
     may_go = module.droppable(prompt)
     ends = np.array(prompt.spans)[may_go, 1] - prompt.context[0][0]  # in the text
     # without white space, which the release changes
@@ -190,7 +190,7 @@ def test_what_stays_is_what_the_release_leaves(share: float, scorer: tuple[str, 
     unit_of = np.searchsorted(bounds, letters[ends - 1])
     kept_tokens = sum(units[unit][1] >= threshold for unit in unit_of)
     method = PromptCompression((kept_tokens - 0.5) / len(may_go), scorer=name, scoring="sentences")
-    out = lazyllm.generate(beside, prompt, method, 1, ())
+    out = lazyllm.generate(target, prompt, method, 1, ())
     stays = sorted({*out.selected[0][0]} & {*may_go.tolist()})
     assert "".join(prompt.text[slice(*prompt.spans[at])].strip() for at in stays) == "".join(
         left.split()
@@ -213,14 +213,14 @@ def test_one_call_a_sentence(scorer: tuple[str, Any, Any], monkeypatch: pytest.M
 
     other_models.HELPERS.unload()
     monkeypatch.setattr(other_models, "load_weights", counted)
-    beside = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
+    target = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
     method = PromptCompression(0.5, scorer=name, scoring="sentences")
-    out = lazyllm.generate(beside, prompt_of(tokenizer, TEXT), method, 1, ())
+    out = lazyllm.generate(target, prompt_of(tokenizer, TEXT), method, 1, ())
     # BOS, and all but the last token
     assert ran == [len(tokenizer(sentence).input_ids) for sentence in SENTENCES]
     assert out.scoring_tokens == sum(ran)
     ran.clear()
-    lazyllm.generate(beside, prompt_of(tokenizer, TEXT), PromptCompression(0.5, scorer=name), 1, ())
+    lazyllm.generate(target, prompt_of(tokenizer, TEXT), PromptCompression(0.5, scorer=name), 1, ())
     assert len(ran) == (1 if len(tokenizer(TEXT).input_ids) < 256 else 2)
     other_models.HELPERS.unload()
 

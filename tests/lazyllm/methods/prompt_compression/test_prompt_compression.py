@@ -289,18 +289,18 @@ def test_another_model_scores_with_its_own_tokens(unit: str, scorer) -> None:
     # its information, letter by letter
     may_go = slow_droppable(prompt)
     start, stop = prompt.spans[may_go[0]][0], prompt.spans[may_go[-1]][1]
-    own = tokenizer(TEXT[start:stop], return_offsets_mapping=True, add_special_tokens=False)
-    assert own["offset_mapping"] != [
+    encoding = tokenizer(TEXT[start:stop], return_offsets_mapping=True, add_special_tokens=False)
+    assert encoding["offset_mapping"] != [
         (a - start, b - start) for a, b in prompt.spans[may_go[0] : may_go[-1] + 1]
     ]
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64).eval()
-    size, length = model.config.max_position_embeddings, 1 + len(own["input_ids"])  # with BOS
-    own_info = slow(model, own["input_ids"], size, BOS)
-    of_letter: dict[int, float] = {}
-    for value, (a, b) in zip(own_info, own["offset_mapping"], strict=True):
-        of_letter |= {start + place: value / (b - a) for place in range(a, b)}
+    size, length = model.config.max_position_embeddings, 1 + len(encoding["input_ids"])  # with BOS
+    own_info = slow(model, encoding["input_ids"], size, BOS)
+    letter_info: dict[int, float] = {}
+    for value, (a, b) in zip(own_info, encoding["offset_mapping"], strict=True):
+        letter_info |= {start + place: value / (b - a) for place in range(a, b)}
     info = [
-        sum(of_letter[place] for place in range(*prompt.spans[position])) for position in may_go
+        sum(letter_info[place] for place in range(*prompt.spans[position])) for position in may_go
     ]
     chosen = slow_choice(
         info, slow_units(prompt, may_go, unit), math.ceil(Fraction(keep) * len(may_go))
