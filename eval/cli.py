@@ -31,7 +31,7 @@ COMMANDS = {
         "eval.run.fetch",
         "download what a run needs, for machines without a network: model=... dataset=...",
     ),
-    "rows": ("eval.run.rows", "show prompts, or write a dataset's rows in its suite's format"),
+    "rows": ("eval.run.rows", "show the prompts of a run, and their gold answers"),
     "status": (
         "eval.run.status",
         "show which runs in a folder are done, missing or failed, and why",

@@ -69,9 +69,8 @@ greedy tokens of the draft.
 scores are 0. 20. Chunks begin at position 0. The last may be short; its score is the mean over the
 tokens it has.
 21. `sound`: the chunks that hold token 0 or one of the last `chunk` tokens are taken first and
-    count among the
-    `ceil(keep * chunks)`. If they are more than that, they alone stay. Whole chunks keep the
-    method's grid.
+    count among the `ceil(keep * chunks)`. If they are more than that, they alone stay. Whole chunks
+    keep the method's grid.
 
 CLAA 22. FastKV's window scores (13, per KV head, max pooling as in FastKV's evaluation) of layers
 `layer - layers + 1` to
@@ -80,9 +79,8 @@ CLAA 22. FastKV's window scores (13, per KV head, max pooling as in FastKV's eva
     equal values becomes zeros.
 23. The cut keeps as many tokens as FastKV's (14).
 24. KV: SnapKV as in 15 with `retain = keep` (the same rate for both), each layer by its own scores
-    per KV head. So
-    layers after the cut hold all that enters. The first `layers` layers hold all n tokens (the
-    authors' "layers < 4" at the default). `retain=1` turns SnapKV off.
+    per KV head. So layers after the cut hold all that enters. The first `layers` layers hold all n
+    tokens (the authors' "layers < 4" at the default). `retain=1` turns SnapKV off.
 
 ASL 25. Ranks of the tokens outside the window, in each layer from `first` on, by window scores (13,
 average pooling,
@@ -117,8 +115,7 @@ time, so a cut after the layer
 37. Layers are those given, also the last one. A layer that at most `first + last` tokens enter cuts
 nothing.
 38. Ties of blocks go to the later block, as in the release: the one exception from 1. The mass
-    before a block is exact
-    (fractions of the float64 sums), so `p=1` keeps everything.
+    before a block is exact (fractions of the float64 sums), so `p=1` keeps everything.
 39. With fewer than `window` tokens, all their queries count. The last block may be short; its mass
 is not scaled.
 
@@ -150,8 +147,7 @@ look-ahead), only those without a window do; if
 49. ASL ranks in the layers from `first` on, without the last layer, by the same rule; `layers`
 counts ranked ones.
 50. PyramidInfer drops after layers without a window only, if the model has any: there, as many go
-    on as 31 gives after
-    this layer, each layer before it with its share.
+    on as 31 gives after this layer, each layer before it with its share.
 51. SnapKV (13, 15, 24, 29) goes by a layer's own scores, with a window or without.
 """
 
@@ -194,8 +190,8 @@ class FieldOutput:
     pairs: {layer: (query, key) pairs that prefill attends to, over all query heads}; sparse
         attention only.
     margin: the smallest score difference above 0 between a kept and a dropped token, over all
-        selections (infinite
-        if there was none). A comparison is decisive if this is well above rounding errors.
+        selections (infinite if there was none). A comparison is decisive if this is well above
+        rounding errors.
     """
 
     token_ids: list[int] = field(default_factory=list)

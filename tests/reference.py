@@ -389,9 +389,8 @@ class ReferenceOutput:
     aux: {boundary: positions whose hidden state is held there at the end of the answer}.
     kv_bytes, aux_bytes: held at the end of the answer.
     margin: the smallest difference in importance between a kept and a dropped candidate, over all
-        selections, exact
-        ties left out (infinite if no selection had a choice): a selection is decisive if this is
-        well above the rounding errors of the compared results.
+        selections, exact ties left out (infinite if no selection had a choice): a selection is
+        decisive if this is well above the rounding errors of the compared results.
     """
 
     token_ids: list[int] = field(default_factory=list)

@@ -51,8 +51,7 @@ class Bench:
     baseline: the label of the arm to compare with; None without one.
     batch_size: answers that decode together, after each first token was timed alone.
     forces_answers: whether answers are forced after each visit (`fidelity=answer`), so that each
-        arm's prefill is kept
-        until then.
+        arm's prefill is kept until then.
     kernel: the attention kernel of the first arm's prefill; known after `warm_up`.
     """
 

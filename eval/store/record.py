@@ -58,8 +58,8 @@ class Answer(Record):
     prefill_flops: of the tokens that each layer computed in prefill, and of scoring
         (`lazyllm.engine.flops`).
     prefill_mfu: model FLOPs utilisation, 0 to 1: `prefill_flops` / `ttft_s` over the peak of a
-        known accelerator, or on
-        a CPU over the rate of a matrix product that the run measured; None for other devices.
+        known accelerator, or on a CPU over the rate of a matrix product that the run measured; None
+        for other devices.
 
     The rest compares with the baseline's answer of the same visit, and is None for the baseline and
     without one:
@@ -70,8 +70,7 @@ class Answer(Record):
         longer one).
     same_answer: 1 if the two are equal, else 0.
     answer_kl, answer_log_likelihood: with `fidelity=answer`, of the baseline's answer fed to the
-        arm: mean KL per
-        token, and log-likelihood per token minus the baseline's.
+        arm: mean KL per token, and log-likelihood per token minus the baseline's.
     gold_kl, gold_log_likelihood: the same of the gold answer.
     """
 
@@ -149,8 +148,7 @@ class Visit(Record):
     prompt_end: the prompt's last `PROMPT_END` characters.
     order: the labels of the arms in the order in which they were measured.
     kernel: the attention kernel of the baseline's prefill (of the first arm's without one), by its
-        operators at
-        warm-up.
+        operators at warm-up.
     attention_ceiling: the ideal speedup of the prompt's prefill without attention, which no method
         that skips only attention exceeds.
     arms: {label of an arm: its answer, or why it could not answer}.

@@ -22,12 +22,11 @@ class Trace(Record):
     tokens: [n] the text of each prompt token; joined they are the prompt, with the names of special
         tokens.
     generated: the text of each generated token; "" for a token that ends within a letter. All are
-        "" in records that
-        leave out the texts.
+        "" in records that leave out the texts.
     importance: [layers][n] Eq. 1 in a prefill without pruning.
     selected: per step {layer (1-based; 0 before the first layer): ascending positions that enter
-        the next layer},
-        prompt and generated tokens; empty in later steps if a method selects in prefill only.
+        the next layer}, prompt and generated tokens; empty in later steps if a method selects in
+        prefill only.
     group_layers, computed: as of `eval.store.record.Answer`.
     """
 
