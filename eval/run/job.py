@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,6 +149,8 @@ def _through_hydra(
 ) -> None:
     """Do `work` for each job that Hydra makes of the arguments, which it reads from `sys.argv`."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of exiting
+    # joblib starts a worker anew once its memory has grown, as that of a job that loads a model
+    warnings.filterwarnings("ignore", message="A worker stopped while some jobs")
     before = sys.argv
     # Hydra refuses -m among the settings
     sys.argv = ["run.py", *sorted(arguments, key=lambda word: word not in ("-m", "--multirun"))]
@@ -163,6 +166,9 @@ def _sweep_folder() -> Path:
     """The folder of this job's run, unless it has an own one: `hydra.sweep.dir` in a sweep."""
     is_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     return Path(HydraConfig.get().sweep.dir) if is_sweep else RUNS
+
+
+_CHATTY = ["hydra", "absl", "httpx", "httpx2", "datasets", "fontTools", "matplotlib", "filelock"]
 
 
 class _Stderr:
@@ -194,16 +200,7 @@ def job() -> Iterator[None]:
         stream=_Stderr(),
         force=True,
     )
-    for chatty in (
-        "hydra",
-        "absl",
-        "httpx",
-        "httpx2",
-        "datasets",
-        "fontTools",
-        "matplotlib",
-        "filelock",
-    ):
+    for chatty in _CHATTY:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         yield
