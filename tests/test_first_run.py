@@ -33,7 +33,8 @@ pytestmark = pytest.mark.slow
 LLAMA2, XGEN = "meta-llama/Llama-2-7b-chat-hf", "Salesforce/xgen-7b-8k-inst"
 TOKEN = "hf_of_a_reader"
 SHORT = ["dataset=hotpotqa", "model.max_prompt_tokens=600", "warmup=1"]
-CARD = ["dataset=all", "model.max_prompt_tokens=600", "warmup=0", "limit=1", "max_new_tokens=4"]
+CARD = ["dataset=all", "model.max_prompt_tokens=400", "warmup=0", "limit=1", "max_new_tokens=4"]
+CARD += ["arms.3.seeds=1"]
 FIRST = ["run", "model=llama2", "method=lazy", *SHORT]
 # {step: (token to log in with, command)}
 DOCTOR = {"doctor": ("", ["doctor"])}  # which keeps its process offline

@@ -81,7 +81,7 @@ def test_every_method_finds_the_needle_of_a_real_model(tmp_path: Path) -> None:
     unnamed = {"baseline", "random_drop"}  # always there; may drop the needle itself
     assert MILD.keys() == METHODS.keys() - unnamed, "a new method needs settings here"
     arms = {name: f"name: {name}, {settings}" for name, settings in MILD.items()}
-    needle = ["dataset=needle", "needle.lengths=[512]", "needle.depths=[70]"]
+    needle = ["dataset=needle", "needle.lengths=[512]", "needle.depths=[70]", "max_new_tokens=12"]
     run = ["model=smollm2", "warmup=0", "threads=1", f"out={tmp_path / 'run'}"]
     (visit,) = measured(checked(*run, *needle, arms_of(arms))).visits
     scores = {label: answer.score for label, answer in visit.answers.items()}

@@ -1,6 +1,7 @@
 """Needles: their places, lengths of prompts, haystacks, and refused settings."""
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,18 @@ def needle_of(example: Example) -> str:
     return needle
 
 
+@cache
+def tokenizer_of(model: ModelSpec) -> Any:
+    return load_tokenizer_of(model)
+
+
 def size(model: ModelSpec, text: str) -> int:
-    tokenizer: Any = load_tokenizer_of(model)
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return len(tokenizer_of(model)(text, add_special_tokens=False)["input_ids"])
 
 
 def check_length(example: Example, length: int, model: ModelSpec, chat: str = "none") -> None:
     """Counted from the whole prompt: it fits, and one more sentence would not."""
-    tokenizer: Any = load_tokenizer_of(model)
-    prompt = build_prompt(example, DATASETS["needle"], tokenizer, chat=CHAT_FORMATS[chat])
+    prompt = build_prompt(example, DATASETS["needle"], tokenizer_of(model), chat=CHAT_FORMATS[chat])
     longest = max(size(model, sentence) for sentence in SENTENCES)
     assert length - longest - 2 < len(prompt.token_ids) + 32 <= length
 
