@@ -1,27 +1,26 @@
-"""Copy runs without their texts, to commit them: python -m scripts.dev.records OUT RUN ...
-[--undisturbed LABEL ...]
+"""Copy runs without their texts, to commit them: python -m scripts.dev.records --out OUT RUN ...
 
 Each run becomes a folder of OUT with run.json, examples.json, visits.jsonl.gz and traces/*.json.gz.
 Every number and every hash stays; what quotes a prompt, a gold answer or a model's answer goes
-(`without_texts`). A run may still grow:
-only the examples that every arm has answered are kept. OUT is made anew: it holds these runs alone.
+(`without_texts`). A run may still grow: only the examples that every arm has answered are kept. OUT
+is made anew: it holds these runs alone.
 
-A line names each visit that other work on the machine has disturbed (`disturbed`); --undisturbed
-leaves out those of runs with these labels. To measure one again, remove its line from visits.jsonl
-and give the run's command once more.
+A line names each visit that other work on the machine has slowed (`slow_visits`). --again removes
+these visits from the runs: given once more, a run's command measures them again.
 """
 
 import argparse
 import gzip
 import json
 import shutil
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from eval.store.record import Failure, Visit
 from eval.store.runs import StoredRun, stored_runs
 from eval.store.trace import Trace, read_trace
+from lazyllm.files import write_whole
 
 
 def without_texts(visit: Visit) -> Visit:
@@ -46,46 +45,40 @@ def trace_without_texts(trace: Trace) -> Trace:
     )
 
 
-FACTOR = 1.5  # by which the speed of an arm beside the baseline's may differ from its median
+LEAST_RATE = 0.8  # of an arm's usual one: a slower visit ran beside other work
 
 
-def disturbed(run: StoredRun) -> dict[tuple[str, str], str]:
-    """{(dataset, id): the arms, each with its factor} of the visits whose times are of other work
-    too: an arm's rate of prefill FLOPs over that of the visit's baseline is not within `FACTOR` of
-    the arm's median in the run."""
-    frame = run.rows
-    rates = (
-        (frame["prefill_flops"] / frame["ttft_s"])
-        .groupby([frame[name] for name in ("dataset", "id", "arm")])
-        .first()
-    )
-    beside_baseline: Any = rates.unstack("arm")
-    beside_baseline = beside_baseline.div(beside_baseline[run.identity["baseline"]], axis=0)
-    factors = beside_baseline / beside_baseline.median()
+def slow_visits(run: StoredRun) -> dict[tuple[str, str], str]:
+    """Find visits of which an arm's rate of prefill FLOPs is below `LEAST_RATE` of its median in
+    the run: {(dataset, id): such arms, each with the rate over the median}.
+    """
+    frame: Any = run.rows
+    rates = frame["prefill_flops"] / frame["ttft_s"]
+    frame = frame.assign(share=rates / rates.groupby(frame["arm"]).transform("median"))
     found: dict[tuple[str, str], str] = {}
-    for key, row in factors[((factors > FACTOR) | (factors < 1 / FACTOR)).any(axis=1)].iterrows():
-        odd = row[(row > FACTOR) | (row < 1 / FACTOR)]
-        found[key] = ", ".join(f"{arm} {factor:.2f}" for arm, factor in odd.items())
+    for key, rows in frame[frame["share"] < LEAST_RATE].groupby(["dataset", "id"], sort=False):
+        arms = (f"{arm} {share:.2f}" for arm, share in zip(rows["arm"], rows["share"], strict=True))
+        found[key] = ", ".join(arms)
     return found
 
 
-def write(
-    out: Path, runs: Iterable[StoredRun], left_out: Container[tuple[Path, str, str]] = ()
-) -> None:
-    """Write the records of these runs into `out`, and nothing else. left_out: (folder, dataset,
-    id) of examples.
-    """
+def drop_slow_visits(run: StoredRun) -> None:
+    """Remove the lines of slow visits from a run, whose command then measures them again."""
+    slow, file = slow_visits(run), run.folder / "visits.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if Visit.model_validate_json(line).key not in slow]
+    write_whole(file, "".join(kept))
+
+
+def write(out: Path, runs: Iterable[StoredRun]) -> None:
+    """Write the records of these runs into `out`, and nothing else."""
     shutil.rmtree(out, ignore_errors=True)
     for run in runs:
         folder = out / run.folder.name
         folder.mkdir(parents=True)
         shutil.copy(run.folder / "run.json", folder)
         done = run.done
-        visits = [
-            visit
-            for visit in run.visits
-            if visit.key in done and (run.folder, *visit.key) not in left_out
-        ]
+        visits = [visit for visit in run.visits if visit.key in done]
         planned: dict[str, list[str]] = {}
         for dataset, example in dict.fromkeys(visit.key for visit in visits):
             planned.setdefault(dataset, []).append(example)
@@ -108,23 +101,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--undisturbed", nargs="+", default=[], metavar="LABEL")
     options = parser.parse_args(arguments)
     runs = [run for run in stored_runs(options.runs) if run.done]
-    left_out = set[tuple[Path, str, str]]()
     for run in runs:
-        is_chosen = run.about["config"].get("label") in options.undisturbed
-        for key, arms in disturbed(run).items():
-            what = "left out" if is_chosen else "kept"
-            print(
-                f"{run.folder.name}, {', '.join(key)}: {what}, speed beside the baseline's over "
-                f"the usual one: {arms}"
-            )
-            if is_chosen:
-                left_out.add((run.folder, *key))
-    write(options.out, runs, left_out)
+        for key, arms in slow_visits(run).items():
+            print(f"{run.folder.name}, {', '.join(key)}: speed over the usual one: {arms}")
+        if options.again:
+            drop_slow_visits(run)
+    if options.out:
+        write(options.out, runs)
 
 
 if __name__ == "__main__":
