@@ -9,7 +9,6 @@ from eval.benchmarks.datasets import DESCRIPTIONS
 from eval.store.folder import read_visits
 from lazyllm.methods import METHODS
 from tests.eval import official
-from tests.eval.benchmarks.loading import LONGBENCH
 from tests.runs import checked, measured
 
 pytestmark = pytest.mark.slow
@@ -24,6 +23,7 @@ ARMS = {name: f"name: {name}" for name in METHODS if name != "baseline"} | {
     "generated": "name: lazy, prune_generated: true",
     "unrevived": "name: lazy, revive: false",
 }
+ONE_A_TASK = ["qasper", "hotpotqa", "gov_report", "trec", "passage_count", "lcc"]
 RULER = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"]  # shared rows
 
 
@@ -35,8 +35,8 @@ def arms_of(arms: dict[str, str]) -> str:
 @official.needs(official.LONGBENCH)
 @official.needs(official.RULER)
 @pytest.mark.parametrize("suite", ["longbench", "ruler"])
-def test_every_method_measures_every_row(tmp_path: Path, suite: str) -> None:
-    names, dataset, folder = LONGBENCH, ",".join(LONGBENCH), "longbench"
+def test_every_method_measures_rows_of_every_task(tmp_path: Path, suite: str) -> None:
+    names, dataset, folder = ONE_A_TASK, ",".join(ONE_A_TASK), "longbench"
     if suite == "ruler":  # as described, but cut, as tiny has few positions
         text = (
             (DESCRIPTIONS / "ruler.yaml").read_text().replace("truncate: false", "truncate: true")
