@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eval.arms import Arm
 from eval.benchmarks.prompts import Prompt
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # a run that lacks nothing loads no model, nor the code that 
 
 log = logging.getLogger(__name__)
 
+BUSY = 1.5  # load average over cores from which other work must be running
 PROGRESS_EVERY_S = 10.0  # between lines of progress
 
 # {key of a prompt: it, and labels of arms}
@@ -119,14 +120,22 @@ def _check_prompts(prompts: Sequence[Prompt], store: RunStore) -> None:
 @contextmanager
 def _noted(store: RunStore, examples: int) -> Iterator[None]:
     """Store when a job begins and ends to measure, why it ended early, and the machine's load
-    average at both times.
+    average at both times, which a line names if it is too high.
     """
 
+    def note(event: dict[str, Any]) -> None:
+        load, cores = os.getloadavg(), os.cpu_count() or 1
+        if load[0] > BUSY * cores:
+            log.warning(
+                "a load of %.1f on %d cores: other work makes these times longer", load[0], cores
+            )
+        store.note({**event, "load": load})
+
     def end(error: str | None) -> None:
-        store.note({"event": "end", "time": now(), "error": error, "load": os.getloadavg()})
+        note({"event": "end", "time": now(), "error": error})
 
     begin = {"event": "begin", "time": now(), "host": socket.gethostname(), "process": os.getpid()}
-    store.note({**begin, "examples": examples, "load": os.getloadavg()})
+    note({**begin, "examples": examples})
     try:
         yield
     except BaseException as caught:

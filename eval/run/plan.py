@@ -162,7 +162,9 @@ def costs_of(config: RunConfig, groups: Sequence[Group], device: Accelerator) ->
     dtype, reason = choose_dtype(asked_spec, "cuda" if device.gigabytes else "cpu")
     spec = replace(asked_spec, dtype=dtype)
     model = Model.of(spec)
-    arms, methods = resolve_arms(config, datasets, suite_of(datasets).length(data), _limit(config))
+    arms, methods, _ = resolve_arms(
+        config, datasets, suite_of(datasets).length(data), _limit(config)
+    )
     longest = max(group.prompt_tokens for group in groups)
     most, memory = max(group.new_tokens for group in groups), 1e9 * device.gigabytes or None
     batch_size = fitting_batch(config.batch_size, spec, [*methods.values()], longest, most, memory)

@@ -92,7 +92,7 @@ def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
     chat.uses_template(tokenizer)  # refuses a template that is not there
     log.info("reading %s", ", ".join(dataset.name for dataset in datasets))
     rows = read_rows(config, datasets, data)
-    arms, methods = resolve_arms(config, datasets, suite.length(data), limit)
+    arms, methods, left_out = resolve_arms(config, datasets, suite.length(data), limit)
     new_tokens = max(
         limit_of_answers(config, loaded.dataset, loaded.max_new_tokens) for loaded in rows
     )
@@ -129,7 +129,7 @@ def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
         batch_size=batch_size,
         skipped=tuple(row for loaded in rows for row in loaded.skipped),
         identity=identity,
-        about=_about(config, spec, datasets, rows, device_name(device)),
+        about=_about(config, spec, datasets, rows, device_name(device), left_out),
         folder=Path(config.out or runs / _folder_name(config, arms, datasets, identity)),
         title=title,
         counts_cpu_time=counts_cpu_time,
@@ -142,8 +142,9 @@ def _about(
     datasets: Sequence[Dataset],
     rows: Sequence[LoadedDataset],
     device: str,
+    left_out: Sequence[str],
 ) -> dict[str, Any]:
-    """What run.json holds besides the identity."""
+    """What run.json holds besides the identity. left_out: why arms are missing."""
     from eval.benchmarks.datasets import describe
 
     written = config.model_dump(exclude={"method"})
@@ -155,6 +156,7 @@ def _about(
         # `limit` chooses from these
         "examples": {loaded.dataset.name: loaded.total for loaded in rows},
         **({"descriptions": descriptions} if descriptions else {}),
+        **({"left_out": left_out} if left_out else {}),
     }
 
 
@@ -233,10 +235,11 @@ def tokenizer_of_run(spec: ModelSpec, suite: Suite) -> PreTrainedTokenizerBase:
 
 def resolve_arms(
     config: RunConfig, datasets: Sequence[Dataset], length: int | None, limit: int | None
-) -> tuple[tuple[Arm, ...], Methods]:
+) -> tuple[tuple[Arm, ...], Methods, list[str]]:
     """Make the methods of all arms, with their speedups solved for on this model.
 
-    An arm that cannot reach its speedup is left out, with a log line. length: tokens of prompt and
+    An arm that cannot reach its speedup is left out, with a log line; the last value tells why, for
+    each. length: tokens of prompt and
     answer, if the settings fix it. limit: tokens of a prompt. Raises UserError.
     """
     shape, column = shape_of(spec_of(config)), config.model.paper
@@ -261,7 +264,7 @@ def resolve_arms(
     if len(arms) > config.baseline and not found[config.baseline :]:
         raise UserError(f"no method reaches its speedup on this model: {unreachable[-1]}")
     check_distinct(found)
-    return tuple(found), methods
+    return tuple(found), methods, [str(error) for error in unreachable]
 
 
 def make_prompts(

@@ -181,6 +181,9 @@ def read_whole(
     if not (runs := [run for run in found if run.answered]):
         nothing = f"no run with answers in {', '.join(map(str, folders))}"
         raise UserError("; ".join([*damaged.values(), nothing]))
+    for run in found:
+        if not run.answered:
+            log.warning("Unfinished: %s, %s.", run.folder.name, run.unfinished or "no answer")
     groups = share(runs)
     if len(groups) > 1:
         log.warning("%s", explain(groups))

@@ -215,7 +215,9 @@ class StoredRun:
 
     @property
     def warnings(self) -> list[str]:
-        """`lazyllm.machine.machine_warnings` of its baseline."""
+        """Sentences for its readers: arms that are missing, and the `machine_warnings` of its
+        baseline.
+        """
         baseline_rows: Any = self.rows[self.rows["arm"] == self.identity["baseline"]]
         long: Any = baseline_rows[baseline_rows["prompt_tokens"] >= LONG]
         # each token takes 2 FLOPs for each weight, which in 16 bits has 2 bytes
@@ -225,7 +227,10 @@ class StoredRun:
             self.identity.get("dtype"),
             float(baseline_rows["step_s"].median()),
         )
-        return machine_warnings(self.device, self.kernels, *numbers, float(weights))
+        return [
+            *(f"left out: {reason}" for reason in self.about.get("left_out", [])),
+            *machine_warnings(self.device, self.kernels, *numbers, float(weights)),
+        ]
 
     @property
     def traces(self) -> list[Path]:

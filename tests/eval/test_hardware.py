@@ -234,3 +234,9 @@ def test_table_of_runs_names_each_caution_of_all_runs_once() -> None:
     assert len(first.warnings) == 1  # the other one has two
     assert [caption.count(f"Caution: {sentence}.") for sentence in second.warnings] == [1, 1]
     assert f"by its operators: {FLASH_2}." in caption
+
+
+def test_table_names_arms_that_were_left_out() -> None:
+    run = stored([at(0.5, 9000)])
+    run.about["left_out"] = ["fastkv cannot reach 6x"]
+    assert "Caution: left out: fastkv cannot reach 6x." in run_table(Results([run]), "a").caption

@@ -107,7 +107,7 @@ def test_arms_of_an_experiment_reach_their_speedups(experiment: str, model: str)
     limit = limit_of_prompts(config, suite_of(datasets), data, shape.max_position_embeddings)
     column, layers = config.model.paper or "llama2", shape.num_hidden_layers
     assert len(expand(config)) == EXPERIMENTS[experiment]
-    arms, methods = resolve_arms(config, datasets, length, limit)
+    arms, methods, _ = resolve_arms(config, datasets, length, limit)
     n = min(limit, length or REFERENCE_TOKENS[column])
     checked = 0
     for entry in arms:
@@ -215,6 +215,8 @@ def test_arms_out_of_reach_are_left_out_with_a_line(caplog: pytest.LogCaptureFix
     assert out_of_reach in caplog.text
     assert "left out: specprefill cannot" in caplog.text
     assert "name a draft" in caplog.text
+    first, second = run.about["left_out"]  # which the run's table repeats
+    assert (f"left out: {first}", "specprefill cannot" in second) == (out_of_reach, True)
     with pytest.raises(UserError, match="no method reaches its speedup on this model: fastkv"):
         prepare(small_config(None, arms=arms[1:2]))
 

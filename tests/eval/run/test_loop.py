@@ -224,6 +224,17 @@ def test_another_prompt_in_the_folder_is_refused(tmp_path: Path) -> None:
     assert file.read_text() == before
 
 
+@pytest.mark.parametrize(("load", "lines"), [(2.9, 0), (3.1, 2)])
+def test_other_work_on_the_machine_is_named(
+    load: float, lines: int, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    """At the begin and at the end, on two cores."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    measured(small_config(tmp_path))
+    assert caplog.text.count("a load of 3.1 on 2 cores") == lines
+
+
 def test_job_that_breaks_off_says_why_even_if_that_cannot_be_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

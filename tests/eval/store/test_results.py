@@ -319,6 +319,16 @@ def test_unfinished_runs_are_named(tmp_path: Path) -> None:
     assert [run.visits for run in stored_runs([tmp_path])] == [[visit(0)]]
 
 
+def test_a_run_without_an_answer_is_named_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_run(tmp_path / "whole", [visit(0)])
+    plan(write_run(tmp_path / "begun", []), hotpotqa=2)
+    (results,) = read_results([tmp_path])
+    assert [run.folder.name for run in results.runs] == ["whole"]
+    assert "Unfinished: begun, 0 of 2 examples." in caplog.text
+
+
 def plan(folder: Path, **rows: int) -> None:
     content = {name: [f"row-{row}" for row in range(count)] for name, count in rows.items()}
     (folder / "examples.json").write_text(json.dumps(content))
