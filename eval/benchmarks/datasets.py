@@ -134,6 +134,8 @@ def choose(names: Sequence[str], model: str, length: int) -> tuple[Dataset, ...]
 
 def _named(name: str, suite: Suite, model: str) -> Sequence[Dataset]:
     """The datasets of a name. suite: the default one of the model."""
+    if name not in CHOICES and ("/" in name or Path(name).suffix):
+        raise UserError(f"dataset={name}: expected a YAML file that describes your rows")
     if name not in CHOICES:
         raise UserError(f"dataset={name}: {nearest(name, [*CHOICES, *shipped_descriptions()])}")
     if model in suite.models and name in suite.all_tasks:

@@ -119,16 +119,12 @@ def _check_prompts(prompts: Sequence[Prompt], store: RunStore) -> None:
 
 @contextmanager
 def _noted(store: RunStore, examples: int) -> Iterator[None]:
-    """Store when a job begins and ends to measure, why it ended early, and the machine's load
-    average at both times, which a line names if it is too high.
-    """
+    """Store when a job begins and ends, why it ended early, and the machine's load average."""
 
     def note(event: dict[str, Any]) -> None:
         load, cores = os.getloadavg(), os.cpu_count() or 1
         if load[0] > BUSY * cores:
-            log.warning(
-                "a load of %.1f on %d cores: other work makes these times longer", load[0], cores
-            )
+            log.warning("a load of %.1f on %d cores: other work slows this run", load[0], cores)
         store.note({**event, "load": load})
 
     def end(error: str | None) -> None:

@@ -215,9 +215,7 @@ class StoredRun:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences for its readers: arms that are missing, and the `machine_warnings` of its
-        baseline.
-        """
+        """Arms that are missing, and the `machine_warnings` of its baseline."""
         baseline_rows: Any = self.rows[self.rows["arm"] == self.identity["baseline"]]
         long: Any = baseline_rows[baseline_rows["prompt_tokens"] >= LONG]
         # each token takes 2 FLOPs for each weight, which in 16 bits has 2 bytes

@@ -157,6 +157,8 @@ def read_json(file: Path, source: str) -> dict[str, Any]:
     """Read a JSON file of a checkpoint or tokenizer. source: its name in messages."""
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise UserError(f"{source} holds no {file.name}, and no GGUF file") from error
     except (OSError, TypeError, ValueError) as error:
         raise UserError(f"{source}: its {file.name} could not be used ({error})") from error
 

@@ -165,7 +165,7 @@ def test_doctor_checks_the_files_that_the_run_reads(examined, tiny_copy, tmp_pat
     for name, reason in (
         ("model.safetensors", "has no weights"),
         ("tokenizer.json", "holds neither tokenizer.json nor tokenizer.model"),
-        ("config.json", "its config.json could not be used"),
+        ("config.json", "holds no config.json, and no GGUF file"),
     ):
         (folder / name).unlink()
         state, says = examined(f"model={folder}")[str(folder)]
