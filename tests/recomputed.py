@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import lazyllm
+from eval.run.answer import mean_kl
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.generation import Generation, Tokens, answer
 from lazyllm.engine.inputs import Boundary
@@ -93,8 +94,7 @@ def recompute(
 
 def kl(wanted: Tensor, other: Tensor) -> float:
     """KL divergence in nats of `other` from `wanted`, both logits [t, v], mean over t."""
-    p, q = wanted.log_softmax(-1), other.log_softmax(-1)
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    return mean_kl(wanted.log_softmax(-1), other.log_softmax(-1))
 
 
 def main(out: str, arguments: Sequence[str]) -> None:

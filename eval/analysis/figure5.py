@@ -196,7 +196,7 @@ def _draw_task(axes: Any, rows: Any, styles: dict[str, Any], value: str) -> None
     paper = rows[rows["source"] == PAPER]
     for method, x, y in paper[["method", "ttft_speedup", value]].itertuples(index=False):
         axes.plot(x, y, **styles[method] | _HOLLOW, alpha=0.9 if _is_own(rows) else 0.45)
-    style.draw_methods(axes, rows[rows["source"] == MEASURED], styles, "ttft_speedup", value)
+    style.draw_methods(axes, rows[rows["source"] == MEASURED], styles, value)
     stated = rows[rows["source"] == CLAIM]
     axes.plot(stated["ttft_speedup"], stated[value], **_CLAIM)
     style.log_scale(axes, "x", (0.1, 0.2, 0.5, 1, 2, 5, 10))

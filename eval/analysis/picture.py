@@ -70,18 +70,18 @@ def draw_arms(rows: Any, label: str, title: str) -> Figure:
 def _write_names(axes: Any, rows: Any, looks: dict[str, Any]) -> None:
     """Write each arm's name and numbers beside its point, with room between neighbours."""
     axes.figure.draw_without_rendering()  # which settles where points are
-    places = axes.transData.transform(rows[["x", "y"]]) * 72 / axes.figure.dpi
-    middle = axes.bbox.x0 + axes.bbox.width / 2
+    points = axes.transData.transform(rows[["x", "y"]])
+    heights = points[:, 1] * 72 / axes.figure.dpi
+    is_right = points[:, 0] > axes.bbox.x0 + axes.bbox.width / 2
     for is_left in (False, True):  # the text of a point in the right half stands to its left
-        side = places[:, 0] * axes.figure.dpi / 72 > middle
         last = -np.inf
-        for number in sorted(np.flatnonzero(side == is_left), key=lambda at: places[at, 1]):
-            height = max(last + _GAP, places[number, 1])
+        for number in sorted(np.flatnonzero(is_right == is_left), key=lambda at: heights[at]):
+            height = max(last + _GAP, heights[number])
             last, row = height, rows.iloc[number]
             axes.annotate(
                 f"{row['method']}: {row['x']:.2f}x, KL {row['y']:.3f}",
                 (row["x"], row["y"]),
-                (-9 if is_left else 9, height - places[number, 1]),
+                (-9 if is_left else 9, height - heights[number]),
                 textcoords="offset points",
                 horizontalalignment="right" if is_left else "left",
                 verticalalignment="center",

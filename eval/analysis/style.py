@@ -285,12 +285,9 @@ def draw(axes: Any, rows: Any, x: str, y: str, with_x: bool = False, **look: Any
     axes.errorbar(rows[x], rows[y], yerr=around(rows, y), **bars, **{"elinewidth": 0.8} | look)
 
 
-def draw_methods(
-    axes: Any, rows: Any, styles: Mapping[str, Mapping[str, Any]], x: str, y: str
-) -> None:
-    """Each method's settings: a curve through those with `on_curve`, with intervals; the others
-    are faint points.
-    """
+def draw_methods(axes: Any, rows: Any, styles: Mapping[str, Mapping[str, Any]], y: str) -> None:
+    """Draw a curve through each method's settings `on_curve`, with intervals; others are faint."""
+    x = "ttft_speedup"
     for method, points in rows.groupby("method", sort=False):
         look = dict(styles[method])
         on_curve = points["on_curve"].astype(bool)

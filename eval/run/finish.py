@@ -32,10 +32,9 @@ def finish(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bool)
     write_whole(folder / "summary.md", table.to_page())
     pictures = list[Path]()
     if run.baseline is not None and len(run.arms) > 2:  # a picture compares methods
-        from eval.run.picture import save_picture  # not at the top: matplotlib is slow to import
+        from eval.analysis.picture import save_picture  # not at the top: it needs matplotlib
 
-        stem = folder / "figures" / "methods"
-        pictures += save_picture(stored, table.frame, title, stem)
+        pictures += save_picture(stored, table.frame, title, folder / "figures" / "methods")
     if run.config.tracker.name != "none":
         from eval.analysis.style import save
         from eval.analysis.table import figures
@@ -56,10 +55,9 @@ def finish(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bool)
 
 
 def _is_first_run(run: Run) -> bool:
-    """Say whether this is `python run.py` as a newcomer gives it: tiny, LazyLLM, embedded rows."""
-    labels = [arm.label for arm in run.arms]
-    is_plain = not run.config.dataset and labels == ["baseline", "lazy"]
-    return is_plain and run.config.model.name == "tiny"
+    """Say whether it is a newcomer's `python run.py`: tiny, LazyLLM, embedded rows."""
+    config, labels = run.config, [arm.label for arm in run.arms]
+    return not config.dataset and config.model.name == "tiny" and labels == ["baseline", "lazy"]
 
 
 def show_together(runs: Sequence[StoredRun]) -> None:

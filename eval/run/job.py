@@ -149,7 +149,7 @@ def _through_hydra(
 ) -> None:
     """Do `work` for each job that Hydra makes of the arguments, which it reads from `sys.argv`."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of exiting
-    # joblib starts a worker anew once its memory has grown, as that of a job that loads a model
+    # joblib starts a worker anew once its memory has grown, as by loading a model
     warnings.filterwarnings("ignore", message="A worker stopped while some jobs")
     before = sys.argv
     # Hydra refuses -m among the settings

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a run that lacks nothing loads no model, nor the code that 
 
 log = logging.getLogger(__name__)
 
-BUSY = 1.5  # load average over cores from which other work must be running
+BUSY = 1.5  # load average over cores that only other work can make
 PROGRESS_EVERY_S = 10.0  # between lines of progress
 
 # {key of a prompt: it, and labels of arms}

@@ -127,8 +127,12 @@ def architecture_of(spec: ModelSpec) -> dict[str, Any] | None:
 
 def read_config(spec: ModelSpec) -> dict[str, Any]:
     """Read the model's config.json, or a preset's shape, without transformers."""
-    shape = architecture_of(spec)
-    return shape or read_json(folder_of(spec, CONFIGS) / "config.json", spec.source)
+    if shape := architecture_of(spec):
+        return shape
+    file = folder_of(spec, CONFIGS) / "config.json"
+    if not file.is_file():
+        raise UserError(f"{spec.source} holds no config.json, and no GGUF file")
+    return read_json(file, spec.source)
 
 
 def checkpoint_folder(spec: ModelSpec) -> Path:
@@ -157,8 +161,6 @@ def read_json(file: Path, source: str) -> dict[str, Any]:
     """Read a JSON file of a checkpoint or tokenizer. source: its name in messages."""
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise UserError(f"{source} holds no {file.name}, and no GGUF file") from error
     except (OSError, TypeError, ValueError) as error:
         raise UserError(f"{source}: its {file.name} could not be used ({error})") from error
 

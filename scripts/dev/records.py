@@ -3,7 +3,7 @@
 Each run becomes a folder of OUT with run.json, examples.json, visits.jsonl.gz and traces/*.json.gz.
 Every number and every hash stays; what quotes a prompt, a gold answer or a model's answer goes
 (`without_texts`). A run may still grow: only the examples that every arm has answered are kept. OUT
-is made anew: it holds these runs alone.
+then holds these runs alone.
 
 A line names each visit that other work on the machine has slowed (`slow_visits`). --again removes
 these visits from the runs: given once more, a run's command measures them again.
@@ -13,13 +13,14 @@ import argparse
 import gzip
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from eval.store.record import Failure, Visit
 from eval.store.runs import StoredRun, stored_runs
 from eval.store.trace import Trace, read_trace
+from lazyllm.errors import UserError
 from lazyllm.files import write_whole
 
 
@@ -62,12 +63,13 @@ def slow_visits(run: StoredRun) -> dict[tuple[str, str], str]:
     return found
 
 
-def drop_slow_visits(run: StoredRun) -> None:
-    """Remove the lines of slow visits from a run, whose command then measures them again."""
-    slow, file = slow_visits(run), run.folder / "visits.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if Visit.model_validate_json(line).key not in slow]
-    write_whole(file, "".join(kept))
+def drop_visits(run: StoredRun, keys: Container[tuple[str, str]]) -> None:
+    """Remove these visits from a run, whose command then measures them again."""
+    file = run.folder / "visits.jsonl"
+    if not file.exists():
+        raise UserError(f"{file}: no such file; was the run compressed?")
+    kept = (visit for visit in run.visits if visit.key not in keys)
+    write_whole(file, "".join(f"{visit.to_json()}\n" for visit in kept))
 
 
 def write(out: Path, runs: Iterable[StoredRun]) -> None:
@@ -107,10 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     runs = [run for run in stored_runs(options.runs) if run.done]
     for run in runs:
-        for key, arms in slow_visits(run).items():
+        slow = slow_visits(run)
+        for key, arms in slow.items():
             print(f"{run.folder.name}, {', '.join(key)}: speed over the usual one: {arms}")
-        if options.again:
-            drop_slow_visits(run)
+        if options.again and slow:
+            drop_visits(run, slow)
     if options.out:
         write(options.out, runs)
 

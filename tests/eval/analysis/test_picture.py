@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from eval.analysis import picture
 from eval.analysis.run_table import run_table
-from eval.run import picture
 from eval.store.results import Results
 from tests.runs import measured, small_config
 
