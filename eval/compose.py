@@ -283,10 +283,11 @@ def _hint(key: str, kind: type[Settings]) -> str:
     """Suggest what may have been meant by an unknown key."""
     group = key.partition(".")[0]
     if group == "method":
-        return (
-            ": method=NAME chooses a method; lazyllm-bench methods lists the hyperparameters of "
-            "each"
-        )
+        keys = {f"method.{name}" for kind in known() for name in settings_of(by_name(kind))}
+        near = difflib.get_close_matches(key, keys - {key}, 1)
+        meant = f"did you mean {near[0]}? " if near and key not in keys else ""
+        lists = "lazyllm-bench methods lists each one's hyperparameters"
+        return f": {meant}method=NAME chooses a method; {lists}"
     if group == "arms":
         return f": +{key}=... adds it to an arm of an experiment, and arms=[...] gives all arms"
     keys = [part for name, _, _ in documented(kind) for part in (name, name.partition(".")[0])]

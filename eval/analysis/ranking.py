@@ -1,6 +1,4 @@
-"""Methods side by side: ranked by KL at equal ideal speedups; and the FLOPs at which they keep
-the score.
-"""
+"""Methods side by side, ranked by KL at equal ideal speedups."""
 
 import re
 from typing import Any
@@ -9,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis import columns
-from eval.analysis.columns import BASELINE, KLS, SECTION, in_order, range_of, ranges_in, with_ends
+from eval.analysis.columns import BASELINE, KLS, SECTION, with_ends
 from eval.analysis.table import (
     EXAMPLES,
     FIDELITY,
@@ -22,7 +20,6 @@ from eval.analysis.table import (
     forms,
     measured,
 )
-from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 from eval.store.summary import drawn_means, match_baselines, on_common_examples
 
@@ -36,6 +33,7 @@ _COLUMNS = (
     Column("rank", "rank"),
     Column("setting", "method"),
     EXAMPLES,
+    Column("ttft_speedup", "TTFT speedup", 2),
     *FIDELITY[:2],
     KL,
     Column("stored", "stored, % of baseline's", 1, interval=False, optional=True),
@@ -56,8 +54,9 @@ _COLUMNS = (
     notes=(
         "The KL of the answer ranks, else that of the gold answer, else that of the first token. "
         "Means over tasks, on the examples that all methods of that speedup have; seeds are "
-        "pooled. Stored: bytes of KV and Aux Cache at the end of an answer over the baseline's, as "
-        "equal speed is not equal memory.{unranked}"
+        "pooled. The TTFT speedup is measured: methods of one ideal speedup differ in it, as time "
+        "depends on more than FLOPs. Stored: bytes of KV and Aux Cache at the end of an answer "
+        "over the baseline's, as equal speed is not equal memory.{unranked}"
     ),
     command="python run.py -m experiment=figure5 model=tiny",
 )
@@ -84,9 +83,11 @@ def ranking(results: Results) -> Rows:
     keys = [*SECTION, "target"]
     for key, group in frame.groupby(keys, sort=True):
         rows += [dict(zip(keys, key, strict=True)) | row for row in _ranked(group)]
+    speeds: Any = results.by_task.query("level == 'all'").set_index([*SECTION, "label"])
     values = forms(*_VALUES, *(f"{name}_difference" for name in _VALUES))
     names = [*SECTION, "target", "rank", "ranked_by", "method", "label", "examples", "stored"]
     table = pd.DataFrame(rows, columns=[*names, *values])
+    table = table.join(speeds[[*forms("ttft_speedup")]], on=[*SECTION, "label"])
     display = table.assign(
         speedup=[f"{target:g}x" for target in table["target"]],
         setting=[
@@ -176,80 +177,3 @@ def _difference(row: dict[str, Any], name: str) -> str:
 
 
 _NAMES = {"answer_kl": "answer", "gold_kl": "gold", "kl": "first token"}
-WITHIN = 1.0  # per cent of the baseline's score
-_SHARES = ("keep", "keep_low", "keep_high")
-
-
-@as_table(
-    210,
-    title="FLOPs needed for {kept:g} % of the baseline's score",
-    caption=(
-        "The least share of an unpruned prefill's FLOPs, in %, at which the score stays within "
-        "{within:g} % of the baseline's, by prompt tokens. 100: no setting stays that near."
-    ),
-    notes=(
-        "Scoring is included. The minimum over all settings of the method that were run (the CSV "
-        "names the best one; more settings can only lower it), on the examples that all settings "
-        "have. -: no prompt of this length, or a baseline that scores 0."
-    ),
-    command="python run.py -m experiment=figure5 model=tiny",
-)
-def effective_keep(results: Results, within: float = WITHIN) -> Rows:
-    """The smallest share of prefill FLOPs at which a method's score is at most `within` % below
-    its own baseline's.
-    """
-    frame: Any = results.counting
-    frame = frame[frame["method"] != BASELINE]
-    baseline = match_baselines(frame, results.frame)
-    frame = frame.assign(
-        share=100 * frame["prefill_flops"] / baseline["prefill_flops"],
-        full_score=baseline["score"],
-        prompt_tokens=range_of(frame["prompt_tokens"]),
-    ).dropna(subset=["share", "full_score"])
-    keys = [*SECTION, "method", "task", "prompt_tokens"]
-    parts = columns.with_sums(frame, "task", "prompt_tokens").groupby(keys, sort=False)
-    rows = [dict(zip(keys, key, strict=True)) | _least_share(part, within) for key, part in parts]
-    table: Any = pd.DataFrame(rows, columns=[*keys, "examples", "settings", "setting", *_SHARES])
-    place = pd.Series(
-        {name: number for number, name in enumerate((*TASKS, *columns.range_names(), "all"))}
-    )
-    table = table.sort_values(keys[-2:], key=lambda names: names.map(place), kind="stable")
-    table = in_order(table.assign(label=table["method"])).drop(columns="label")
-    # a line for each method and task, with a column for each range of lengths
-    texts = table.assign(text=list(map(Column("keep", "", 1).cell, table.to_dict("records"))))
-    by_length = texts.pivot(index=keys[:-1], columns="prompt_tokens", values="text")
-    lines = table[table["prompt_tokens"] == "all"].join(by_length, on=keys[:-1])
-    table_columns = [
-        MODEL,
-        Column("method", "method"),
-        Column("task", "task"),
-        EXAMPLES,
-        Column("settings", "settings"),
-    ]
-    table_columns += [Column(name, f"{name} tokens") for name in ranges_in(by_length)]
-    table_columns += [Column("all", "all")] if len(lines) else []
-    return Rows(
-        table,
-        cells(lines, table_columns, results),
-        keys=3,
-        values={"within": within, "kept": 100 - within},
-    )
-
-
-def _least_share(part: pd.DataFrame, within: float) -> dict[str, Any]:
-    """The least share over the settings of one method."""
-    score, baseline, flops = (
-        on_common_examples(part, name) for name in ("score", "full_score", "share")
-    )
-    counts = {"examples": len(score), "settings": len(score.columns)}
-    if not len(score):
-        return counts
-    scores, baselines, shares = map(drawn_means, (score, baseline, flops))
-    if not baselines[0].all():
-        return counts
-    near = scores >= (1 - within / 100) * baselines
-    shares = np.where(near, shares, 100.0).clip(max=100)  # keeping all is the baseline
-    least = shares.min(axis=1)
-    best = score.columns[shares[0].argmin()] if least[0] < 100 else BASELINE
-    low, high = np.percentile(np.where(np.isnan(scores[1:, 0]), np.nan, least[1:]), [2.5, 97.5])
-    return counts | {"setting": best} | dict(zip(_SHARES, (least[0], low, high), strict=True))

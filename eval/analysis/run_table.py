@@ -36,9 +36,9 @@ MANY = 12  # settings: with more, a terminal shows their means over tasks only
 SHOWN = (
     Column("score", "score", 2),
     Column("ttft_speedup", "TTFT speedup", 2),
+    *(replace(column, interval=False) for column in (FIDELITY[0], KL)),
     Column("pct_prompt_tokens_computed", "% tokens computed", 1),
-    replace(KL, interval=False),
-    *(replace(column, interval=False) for column in FIDELITY),
+    *(replace(column, interval=False) for column in FIDELITY[1:]),
     Column("equal_length_speedup", "generation speedup", 2),
     Column("ttft_s", "TTFT, ms", 1, scale=1e-3, interval=False),
     Column("prefill_mfu", "MFU, %", 1, interval=False),
@@ -77,11 +77,23 @@ def run_table(results: Results, title: str) -> Table:
     frame: Any = pd.DataFrame(rows, columns=_COLUMNS)
     several = [Column("shown_run", "run")] if len(results.runs) > 1 else []
     failed = [*_OF_FAILED] if frame["failed"].any() else []
+    names = {
+        (run.folder.name, name): _with_speedup(run, name)
+        for run in results.runs
+        for name in arm_groups(run)
+    }
     display = _with_ratios(frame).assign(
         shown_run=frame["run"].map(_run_names(results.runs)),
+        shown_method=[
+            names[key] for key in frame[["run", "method"]].itertuples(index=False, name=None)
+        ],
         shown_name=np.where(frame["kind"] == "dataset", frame["name"], "**" + frame["name"] + "**"),
     )
-    columns = [*several, Column("shown_name", "**task**, dataset"), Column("method", "method")]
+    columns = [
+        *several,
+        Column("shown_name", "**task**, dataset"),
+        Column("shown_method", "method"),
+    ]
     first, *others = shown_in(display)
     text = cells(display, [*columns, EXAMPLES, first, *failed, *others])
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
@@ -142,6 +154,13 @@ def run_json(table: Table, about: Mapping[str, Any]) -> str:
 def row_name(arm: StoredArm) -> str:
     """An arm's name in tables of its run, without its seed."""
     return arm.name.removesuffix(f" seed {arm.seed}")
+
+
+def _with_speedup(run: StoredRun, name: str) -> str:
+    """An arm's name and the speedup that it is solved for, unless the name has it."""
+    speedup = run.arms[arm_groups(run)[name][0]].speedup
+    text = f"{speedup:g}x" if isinstance(speedup, float | int) else str(speedup or "")
+    return name if text in name else f"{name} {text}"
 
 
 def arm_groups(run: StoredRun) -> dict[str, list[str]]:

@@ -6,7 +6,6 @@ Exit code: 1 if runs are damaged, which stderr names after the results of the ot
 """
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
@@ -18,7 +17,7 @@ from eval.analysis.columns import SECTION, SETTING, in_order, range_names, range
 from eval.analysis.run_table import EXAMPLES, is_unforced, shown_in
 from eval.analysis.table import LABEL, UNFORCED, Column, Table, cells, console, forms
 from eval.benchmarks.datasets import DATASETS, TASKS
-from eval.store.results import Results, add_choice, read_whole
+from eval.store.results import Results, add_choice, read_whole, report_damaged
 from eval.store.summary import NO_INTERVAL
 from lazyllm.errors import UserError, nearest, parser_of
 
@@ -57,13 +56,12 @@ def main(arguments: Sequence[str]) -> int:
         rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
         print(json.dumps(rows, indent=2, default=str))
     else:
-        screen = console()
+        screen, notes = console(), {results.name: results.unfinished for results in groups}
         for name, rows in frame.groupby("runs", sort=False):
             title = f"Results of {name}" if name else "Results"
-            screen.print(table_of(rows.reset_index(drop=True), title).to_rich(screen.width))
-    for why in damaged:
-        print(f"Damaged, left out: {why}", file=sys.stderr)
-    return 1 if damaged else 0
+            table = table_of(rows.reset_index(drop=True), title, notes[name])
+            screen.print(table.to_rich(screen.width))
+    return report_damaged(damaged)
 
 
 def _selected(frame: Any, conditions: Sequence[str]) -> Any:
@@ -144,11 +142,11 @@ def _unfinished(results: Results) -> dict[tuple[str, str, str], list[str]]:
     return lacking
 
 
-def table_of(frame: Any, title: str = "Results") -> Table:
-    """A `summary` as people read it."""
+def table_of(frame: Any, title: str = "Results", notes: Sequence[str] = ()) -> Table:
+    """A `summary` as people read it. notes: sentences for the caption."""
     sections = frame.assign(section=frame["model"] + ", " + frame["suite"] + ", " + frame["part"])
     score, *others = shown_in(frame)
-    sentences = list[str]()
+    sentences = [*notes]
     if (sections.groupby("section")["examples"].nunique() > 1).any():
         others.insert(0, Column("score_difference", "score - baseline", 2))
         sentences.append(
@@ -161,5 +159,5 @@ def table_of(frame: Any, title: str = "Results") -> Table:
     seeds = [Column("seeds", "seeds")] if (frame["seeds"] > 1).any() else []
     unfinished = [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
     keys = Column("section", "model, suite, part"), LABEL
-    text = cells(sections, [*keys, score, EXAMPLES, *seeds, *others, *unfinished])
+    text = cells(sections, [*keys, score, EXAMPLES, *seeds, *unfinished, *others])
     return Table("results", title, " ".join(sentences), frame, text, keys=len(keys))

@@ -42,15 +42,15 @@ _FRAME = [
     command="python run.py -m experiment=table1 model=llama2,xgen",
 )
 def verdicts(*groups: Results) -> Rows:
-    """Each claim of the paper about LazyLLM for each model: the paper's number, ours, and the
-    verdict.
+    """Each claim of the paper about LazyLLM for each model on the paper's benchmark: the paper's
+    number, ours, and the verdict.
 
     groups: of runs that share no table. frame: model, suite, section, claim, paper (the published
     number for the model), expected, parts (the number of values behind ours), value, value_low,
     value_high (of a single part), verdict, lacking (what a run must have for a verdict), failed
     (rows on which an answer failed, which are left out), shown.
     """
-    found = sections(groups)
+    found = {key: parts for key, parts in sections(groups).items() if key[1] == PAPER_SUITE}
     rows = list[dict[str, Any]]()
     for (model, suite), parts in found.items():
         rows += [
@@ -59,7 +59,7 @@ def verdicts(*groups: Results) -> Rows:
         ]
     there = {parts[0].paper_model for parts in found.values()}
     for name in PAPER_MODELS:
-        if name not in there:
+        if found and name not in there:
             rows += [
                 _row(claim, name, PAPER_SUITE, name, Finding([]))
                 for claim in claims()

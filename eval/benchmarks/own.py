@@ -246,6 +246,8 @@ def _make_example(source: OwnDataset, row: Any, number: int) -> Example:
     filled = {place: _read(row, place) for place in _places(source.template)}
     before, after = prompt_parts(source.template, filled, source.context)
     context = str(filled[source.context])
+    if not context.strip():
+        raise UserError(f"field {source.context!r}: its text is empty")
     if source.question:
         starts = [match.start() for match in re.finditer(source.question, context)]
         if not starts:

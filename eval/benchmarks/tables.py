@@ -44,7 +44,7 @@ def read_table(file: str) -> Rows:
             case _:
                 rows = list(read_lines(plain, file))
     except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
-        raise UserError(f"{file}: not a table of rows ({reason_of(error)})") from error
+        raise UserError(f"{file}: not a table of rows in UTF-8 ({reason_of(error)})") from error
     return rows, file, hashlib.sha256(data).hexdigest()
 
 

@@ -20,12 +20,11 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.store.folder import files_of
-from eval.store.results import Results, add_choice, explain, read_results
+from eval.store.results import Results, add_choice, explain, read_whole, report_damaged
 from eval.store.runs import counted
 from lazyllm.errors import parser_of, require
 from lazyllm.files import write_whole
@@ -262,11 +261,6 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FOLDER",
         help="folder to write (default: paper beside the runs)",
     )
-    within = (
-        "for the effective keep rate: accept a score up to X %% below the baseline's (default: "
-        "%(default)s)"
-    )
-    parser.add_argument("--within", type=float, default=1.0, metavar="X", help=within)
     parser.add_argument(
         "--examples",
         type=int,
@@ -284,18 +278,15 @@ def main(arguments: Sequence[str]) -> int:
         options.examples,
         "1 or more",
     )
-    require(0 <= options.within < 100, "--within", options.within, "0 or more, and less than 100")
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
     logging.getLogger("fontTools").setLevel(logging.WARNING)
-    groups = read_results(options.runs, options.where)
-    from eval.analysis.ranking import effective_keep  # not at the top: importing matplotlib is slow
-    from eval.analysis.table import figures, tables
+    groups, damaged = read_whole(options.runs, options.where)
+    from eval.analysis.table import figures, tables  # not at the top: matplotlib is slow to import
 
-    made = tables() | {"effective_keep": partial(effective_keep, within=options.within)}
     out = options.out or options.runs[0] / "paper"
-    paths = write_groups(groups, out, made, figures(), options.formats, options.examples)
+    paths = write_groups(groups, out, tables(), figures(), options.formats, options.examples)
     runs = sum(len(results.runs) for results in groups)
     print(f"{counted(len(paths), 'file')} from {counted(runs, 'run')}: {paths[0]}")
-    return 0
+    return report_damaged(damaged)

@@ -153,7 +153,8 @@ def _measure(
     """Store each visit as soon as it is made, and show the progress."""
     if not planned:
         return
-    log.info("warming up: %s of each arm", counted(warmup, "run"))
+    hint = "; warmup=1 is enough for a first look" if warmup > len(planned) else ""
+    log.info("warming up: %s of each of %d arms%s", counted(warmup, "run"), len(bench.arms), hint)
     bench.warm_up([prompt for prompt, _ in planned], warmup)
     with _progress(len(planned)) as show:
         for done, visit in enumerate(bench.visits(planned), start=1):

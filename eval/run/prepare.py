@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 
 # restored in a sweep, where an earlier job may have set its own number
 DEFAULT_THREADS = torch.get_num_threads()
+
+NEAR = 0.8  # of a dataset's `prompt_tokens`: prompts that are shorter or longer are warned of
 
 Methods = Mapping[tuple[str, str], Method]  # {(label of an arm, name of a dataset): its method}
 
@@ -101,6 +105,8 @@ def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
         config.batch_size, spec, [*methods.values()], limit, new_tokens, memory
     )
     prompts = make_prompts(config, rows, tokenizer, chat, data, limit, methods)
+    if any(arm.solves for arm in arms):
+        _compare_lengths(prompts, limit)
     threads = config.threads or torch.get_num_threads()
     counts_cpu_time = device.type == "cpu" and suite.tokenizer is not None and threads == 1
     identity = identity_of(
@@ -253,7 +259,6 @@ def resolve_arms(
                 for dataset in datasets
             }
         except OutOfReachError as error:
-            log.warning("left out: %s", error)
             unreachable.append(error)
             continue
         with about_the_method(arm.label):
@@ -263,6 +268,8 @@ def resolve_arms(
         found.append(arm)
     if len(arms) > config.baseline and not found[config.baseline :]:
         raise UserError(f"no method reaches its speedup on this model: {unreachable[-1]}")
+    for error in unreachable:
+        log.warning("left out: %s", error)
     check_distinct(found)
     return tuple(found), methods, [str(error) for error in unreachable]
 
@@ -300,6 +307,21 @@ def make_prompts(
             _check_prompt(prompt, used, positions, limit, suite_of((dataset,)))
             prompts.append(prompt)
     return prompts
+
+
+def _compare_lengths(prompts: Sequence[Prompt], limit: int) -> None:
+    """Warn of datasets whose speedups are solved for a length that their prompts do not have."""
+    for dataset, members in groupby(prompts, key=lambda prompt: prompt.dataset):
+        tokens = mean(len(prompt.token_ids) for prompt in members)
+        solved = min(dataset.prompt_tokens or 0, limit)
+        if solved and not NEAR < tokens / solved < 1 / NEAR:
+            log.warning(
+                "%s: speedups are solved for prompts of %d tokens (prompt_tokens), but these have "
+                "%.0f on average, so their ideal speedups differ from what was given",
+                dataset.name,
+                solved,
+                tokens,
+            )
 
 
 def _build(

@@ -14,7 +14,15 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+)
 
 from eval.benchmarks.datasets import DATASETS
 
@@ -78,8 +86,8 @@ class Answer(Record):
     token_ids: list[int]
     score: float | None = _percent()
     rouge_l: float | None = _percent(None)
-    ttft_s: float
-    scoring_s: float
+    ttft_s: float = Field(gt=0)
+    scoring_s: float = Field(ge=0)
     decode_step_s: list[float] | None
     scoring_tokens: int
     group_layers: list[int]
@@ -99,6 +107,13 @@ class Answer(Record):
     answer_log_likelihood: float | None = None
     gold_kl: float | None = None
     gold_log_likelihood: float | None = None
+
+    @field_validator("score", "rouge_l")
+    @classmethod
+    def _is_share(cls, value: float | None) -> float | None:
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"expected 0 to 1, got {value:g}")
+        return value
 
     @property
     def computed_per_layer(self) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -191,6 +192,13 @@ def read_whole(
         for sentence in [*results.unfinished, *results.choices]:
             log.warning("%s", sentence)
     return groups, [*damaged.values()]
+
+
+def report_damaged(damaged: Sequence[str]) -> int:
+    """Name runs that a command has left out, on stderr. Returns its exit code: 1 if any."""
+    for why in damaged:
+        print(f"Damaged, left out: {why}", file=sys.stderr)
+    return int(bool(damaged))
 
 
 def open_runs(

@@ -48,7 +48,6 @@ REFUSED = {
     "fetch --cfg job": "--cfg: expected KEY=VALUE",
     "check static_pruning layer=5 keep=0.5": "method 'static_pruning': static pruning prunes",
     "check lazy schedule": "schedule: expected KEY=VALUE",
-    "paper runs --within 200": "--within=200.0: expected 0 or more, and less than 100",
     # keys and choices that are unknown, with the nearest known one
     "run -m modl=tiny,llama2": "modl: no such setting: did you mean model?",
     "run timing.warmup=0": "timing.warmup: no such setting: did you mean warmup?",
@@ -66,6 +65,7 @@ REFUSED = {
     "run method=[lazy,fastkv]": "expected one method; arms=[lazy,fastkv] takes several",
     "run method=null": "method=null: Config group override must be a string or a list",
     "run method.keep=0.5": "method.keep: no such setting: method=NAME chooses a method",
+    "run method=lazy method.schedul=3": "did you mean method.schedule? method=NAME chooses",
     "run method=lazy +method.kep=0.5": "method 'lazy' has no setting 'kep'; it has schedule",
     "run experiment=nosuch": "experiment=nosuch: the nearest names are demo, ",
     "run dataset=/no/such": "dataset=/no/such: expected a YAML file that describes",

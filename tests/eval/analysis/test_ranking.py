@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from eval.analysis.ranking import effective_keep, ranking
+from eval.analysis.ranking import ranking
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from tests.eval.made import line, stored
@@ -134,73 +134,3 @@ def test_bytes_stand_beside_the_quality_of_equal_speeds() -> None:
     assert sorted(table.cells["stored, % of baseline's"]) == ["11.0", "91.0"]
     alone = [stored([visit(0, "hops", None, kl=0.2)], settings={"speedup": 2.0}, baseline=None)]
     assert "stored, % of baseline's" not in ranking(Results(alone)).cells
-
-
-def with_flops(
-    share: float, scores: dict[str, float], tokens: int = 500, dataset: str = "hops"
-) -> StoredRun:
-    visits = [
-        visit(
-            row,
-            dataset,
-            {"prefill_flops": 1000},
-            score=score,
-            prefill_flops=round(1000 * share),
-            prompt_tokens=tokens,
-        )
-        for row, score in scores.items()
-    ]
-    return stored(visits, settings={"schedule": {"2": share}})
-
-
-def test_effective_keep_is_the_least_share_that_keeps_the_score() -> None:
-    runs = [
-        with_flops(0.8, {"a": 1.0, "b": 1.0, "c": 1.0}),
-        with_flops(0.5, {"a": 1.0, "b": 0.985, "c": 0.0}),
-        with_flops(0.2, {"a": 0.97, "b": 0.0}),
-        stored(
-            [visit("a", "hops", {"prefill_flops": 1000}, prefill_flops=1500)], "prompt_compression"
-        ),
-        stored([visit("a", "hops")], "baseline"),
-    ]
-    found = effective_keep(Results(runs)).frame.set_index(["method", "task", "prompt_tokens"])
-    lazy = found.loc[("lazy", "multi_doc_qa", "1-512")]
-    # of the two examples that all three settings have, the mean score is 99.25 % of the baseline's
-    # at 50 % of the FLOPs
-    assert lazy[["keep", "setting", "examples", "settings"]].tolist() == [
-        50,
-        "lazy, schedule={2: 0.5}",
-        2,
-        3,
-    ]
-    assert lazy[["keep_low", "keep_high"]].tolist() == [50, 80]  # "b" twice is 98.5 %
-    assert found.loc[("lazy", "all", "all")]["keep"] == 50
-    assert found.loc[("prompt_compression", "all", "all"), ["keep", "setting"]].tolist() == [
-        100,
-        "baseline",
-    ]
-    for within, keep in ((0.5, 80), (60, 20)):
-        frame = effective_keep(Results(runs), within).frame
-        assert set(frame.loc[frame["method"] == "lazy", "keep"]) == {keep}
-
-
-def test_effective_keep_by_task_and_length() -> None:
-    short, long, task = {"a": 1.0, "b": 1.0}, {"c": 0.5, "d": 0.5}, {"e": 0.0, "f": 0.0}
-    parts = (
-        with_flops(0.3, short),
-        with_flops(0.6, long, 900),
-        with_flops(0.4, task, 900, "lookup"),
-    )
-    run = stored([example for part in parts for example in part.visits])
-    table = effective_keep(Results([run]))
-    assert table.frame.set_index(["task", "prompt_tokens"])["keep"].to_dict() == {
-        ("single_doc_qa", "513-1024"): 100, ("single_doc_qa", "all"): 100,
-        ("multi_doc_qa", "1-512"): 30,
-        ("multi_doc_qa", "513-1024"): 100, ("multi_doc_qa", "all"): 100, ("all", "1-512"): 30,
-        ("all", "513-1024"): 100,
-        ("all", "all"): 100,
-    }  # fmt: skip
-    assert line(table.cells, task="single_doc_qa")["1-512 tokens"] == "-"
-    silent = stored([visit(1, "hops", {"score": 0.0})])
-    # any share is near a baseline that scores 0
-    assert effective_keep(Results([silent])).frame["keep"].isna().all()

@@ -63,6 +63,18 @@ def test_arms_stand_by_dataset_task_and_their_mean() -> None:
     assert list(rows_of(table_of(VISITS[:2]))) == ["multi_doc_qa"]  # one dataset, one task
 
 
+@pytest.mark.parametrize(
+    ("setting", "row"),
+    [({"speedup": 1.5}, "lazy 1.5x"), ({"speedup": "table1"}, "lazy table1"), ({}, "lazy")],
+)
+def test_a_row_names_the_speedup_that_its_arm_is_solved_for(
+    setting: dict[str, Any], row: str
+) -> None:
+    table = table_of(VISITS, "lazy", setting)
+    assert {*table.cells["method"]} == {"baseline", row}
+    assert {*table.frame["method"]} == {"baseline", "lazy"}
+
+
 def test_without_a_baseline_there_is_no_speedup() -> None:
     table = table_of([visit(1, baseline=None)], baseline=None)
     assert table.frame[["ttft_speedup", "score_difference"]].isna().all(axis=None)
@@ -259,8 +271,8 @@ def test_kl_of_the_first_token_alone_points_to_whole_answers() -> None:
         False,
         False,
     )
-    headings = ["KL, nats", "answer's KL", "gold KL", "gold log-likelihood"]
+    headings = ["answer's KL", "KL, nats", "gold KL", "gold log-likelihood"]
     assert [heading for heading in forced.cells if "KL" in heading or "gold" in heading] == headings
-    assert [heading for heading in alone.cells if "KL" in heading] == headings[:1]
+    assert [heading for heading in alone.cells if "KL" in heading] == headings[1:2]
     row = forced.cells[forced.cells["method"] == "lazy"].iloc[0]
-    assert [row[heading] for heading in headings] == ["0.10000", "0.20000", "0.30000", "-0.500"]
+    assert [row[heading] for heading in headings] == ["0.20000", "0.10000", "0.30000", "-0.500"]

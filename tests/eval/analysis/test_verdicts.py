@@ -423,7 +423,8 @@ def test_share_of_the_score_is_no_number_if_it_is_hardly_known(
 
 
 def test_one_traced_prompt_decides_what_is_counted_on_it(tmp_path: Path) -> None:
-    traced = with_traces(stored([visit(1, "hops")]), tmp_path, small_trace())
+    trace = small_trace(dataset="hotpotqa")
+    traced = with_traces(stored([visit(1, "hotpotqa")]), tmp_path, trace)
     # means of 0.4, 0.35 and 0.25: one of three below a third
     found = row(Results([traced]), "Most prompt tokens")
     assert (found["parts"], found["value"], found["verdict"]) == (

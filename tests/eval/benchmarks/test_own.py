@@ -161,6 +161,7 @@ def test_a_bad_description_is_refused_by_its_key(changes: dict[str, Any], refusa
         ({"question": "cq \ud800"}, "f1", "question. has half"),
         ({"question": ["x"]}, "f1", "question. must be a text or a number"),
         ({"answer": [""]}, "f1", "field 'answer': its text is empty"),
+        ({"report": " "}, "f1", "field 'report': its text is empty"),
         *(
             ({"answer": bad}, "f1", "answer. must be a text or a number")
             for bad in ([["x"]], {"text": "x"}, math.nan)

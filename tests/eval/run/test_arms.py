@@ -21,7 +21,7 @@ from lazyllm.methods.support.schedule import Schedule
 from lazyllm.models.config import load_config, shape_of
 from lazyllm.spec import ModelSpec
 from tests.conftest import ROOT
-from tests.runs import arm, prepared, small_config
+from tests.runs import TINY, arm, prepared, small_config
 
 LLAMA2 = load_config(ModelSpec("llama2", "dummy"))
 QA, CODE = DATASETS["hotpotqa"], DATASETS["lcc"]
@@ -217,8 +217,28 @@ def test_arms_out_of_reach_are_left_out_with_a_line(caplog: pytest.LogCaptureFix
     assert "name a draft" in caplog.text
     first, second = run.about["left_out"]  # which the run's table repeats
     assert (f"left out: {first}", "specprefill cannot" in second) == (out_of_reach, True)
+    caplog.clear()
     with pytest.raises(UserError, match="no method reaches its speedup on this model: fastkv"):
         prepare(small_config(None, arms=arms[1:2]))
+    assert "left out" not in caplog.text  # it is said once
+
+
+@pytest.mark.parametrize(("tokens", "warns"), [(600, True), (450, False), (300, False)])
+def test_prompts_of_another_length_than_speedups_are_solved_for_are_warned_of(
+    tokens: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    about = {
+        "file": "rows.jsonl", "template": "{report}", "context": "report", "answers": "answer",
+        "metric": "f1", "max_new_tokens": 2, "prompt_tokens": 400,
+    }  # fmt: skip
+    report = " ".join(["copper river"] * 1000)  # is cut to the limit
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"report": report, "answer": "river"}))
+    (tmp_path / "mine.yaml").write_text(json.dumps({"mine": about}))
+    cut = {"dataset": str(tmp_path / "mine.yaml"), "model": TINY | {"max_prompt_tokens": tokens}}
+    for speedup in ({}, {"speedup": 1.5}):
+        run = prepare(small_config(None, arms=[{"name": "lazy"} | speedup], **cut))
+        assert len(run.prompts[0].token_ids) == tokens
+        assert ("solved for prompts of" in caplog.text) == (warns and bool(speedup))
 
 
 def test_a_speedup_is_solved_for_no_more_tokens_than_prompts_may_have() -> None:

@@ -19,10 +19,13 @@ from tests.eval.made import small_trace
 from tests.eval.store.visits import FAILED, visit
 
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
+SHARES = st.none() | st.floats(0, 1)
 VISITS = st.builds(
     Visit,
     dataset=st.just("hops"),
-    arms=st.dictionaries(st.text(), st.builds(Answer) | st.builds(Failure), max_size=3),
+    arms=st.dictionaries(
+        st.text(), st.builds(Answer, score=SHARES, rouge_l=SHARES) | st.builds(Failure), max_size=3
+    ),
     **dict.fromkeys(("groups", "gold", "prompt_end", "kernel", "attention_ceiling"), ...),
 )
 
@@ -78,7 +81,7 @@ def changed(**changes: Any) -> dict[str, Any]:
                 ("odd", 1), ("score", True), ("score", math.nan), ("ttft_s", math.inf),
                 ("kv_bytes", 123.5),
                 ("text", 3), ("token_ids", {}), ("token_ids", [0.5]), ("computed", [1]),
-                ("ttft_s", None),
+                ("ttft_s", None), ("ttft_s", 0.0), ("score", 40.0), ("rouge_l", -0.1),
             )
         ),
     ],

@@ -128,6 +128,7 @@ def test_each_rule_finds_the_method_that_breaks_it() -> None:
             selecting(4, 4, 9),
             "selected: selected 4 before 4: expected ascending indices, each once",
         ),
+        (selecting(2, 4, 9), "selected: dropped the newest of 30 tokens: expected it to be kept"),
         (selecting(-1, 4, 9), "selected: selected -1 to 9: expected indices of 30 tokens"),
         (
             selecting(2, 4, 9, 11),
@@ -145,7 +146,7 @@ def test_generate_refuses_selection_that_breaks_rule(method: Any, rule: str) -> 
 
 
 def test_generate_takes_selections_within_the_rules() -> None:
-    for method, kept in ((choosing(3, 29), {2: [3, 29]}), (selecting(2, 4, 9), {0: [2, 4, 9]})):
+    for method, kept in ((choosing(3, 29), {2: [3, 29]}), (selecting(2, 4, 29), {0: [2, 4, 29]})):
         assert lazyllm.generate(MODEL, PROMPT, method, 1, ()).selected == [kept]
 
 
