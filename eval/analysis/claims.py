@@ -141,30 +141,19 @@ def _tasks(section: Section, rows: Any) -> str:
 
 
 def _whole_answers(section: Section, rows: Any) -> str:
-    caps = sorted(
-        {
-            cap
-            for identity in section.identities(rows)
-            if (cap := identity.get("max_new_tokens")) is not None
-        }
-    )
-    return f"needs whole answers, has max_new_tokens={', '.join(map(str, caps))}" if caps else ""
+    return _unlimited(section, rows, "max_new_tokens", None, "whole answers")
 
 
 def _whole_prompts(section: Section, rows: Any) -> str:
-    limit = PROMPT_LIMITS.get(section.paper_model or "", 0)
-    lower = sorted(
-        {
-            cap
-            for identity in section.identities(rows)
-            if (cap := identity.get("max_prompt_tokens", limit)) != limit
-        }
-    )
-    return (
-        f"needs max_prompt_tokens={limit}, has {', '.join(map(str, lower))}"
-        if limit and lower
-        else ""
-    )
+    limit = PROMPT_LIMITS.get(section.paper_model or "")
+    wanted = f"max_prompt_tokens={limit}"
+    return _unlimited(section, rows, "max_prompt_tokens", limit, wanted) if limit else ""
+
+
+def _unlimited(section: Section, rows: Any, key: str, whole: int | None, wanted: str) -> str:
+    """Say which other values than `whole` a key has in the identities of these rows' runs."""
+    values = {identity.get(key, whole) for identity in section.identities(rows)} - {whole}
+    return f"needs {wanted}, has {key}={', '.join(map(str, sorted(values)))}" if values else ""
 
 
 def _steps(section: Section, rows: Any) -> str:
@@ -299,6 +288,19 @@ class Claim:
             if ends == {True}
             else FAILS
         )
+
+    def rows_to_decide(self, parts: list[Value], rows: int) -> float:
+        """About how many rows decide an undecided direction: intervals narrow with their root, and
+        one part that disobeys is enough.
+        """
+        sign, bound = self.holds.split()
+        needed: dict[bool, list[float]] = {True: [], False: []}
+        for part in parts:
+            is_open = self._obeys(part) == UNDECIDED and not np.isnan(part).any()
+            if is_open and part[0] != float(bound):
+                ratio = (part[2] - part[1]) / 2 / (part[0] - float(bound))
+                needed[_RULES[sign](part[0], float(bound))].append(rows * ratio**2)
+        return min(needed[False], default=max(needed[True], default=np.nan))
 
     def ours(self, parts: list[Value]) -> str:
         """The value for people; of several parts, the range and how many go which way."""

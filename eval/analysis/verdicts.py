@@ -5,7 +5,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.claims import MOST_FAILED, PAPER_SUITE, Claim, Finding, claims, sections
+from eval.analysis.claims import (
+    MOST_FAILED,
+    PAPER_SUITE,
+    UNDECIDED,
+    Claim,
+    Finding,
+    claims,
+    sections,
+)
 from eval.analysis.columns import SECTION
 from eval.analysis.paper_tables import PAPER_MODELS
 from eval.analysis.table import MODEL, Column, Rows, as_table, cells, forms
@@ -19,7 +27,7 @@ _COLUMNS = (
 )  # fmt: skip
 _FRAME = [
     *SECTION, "section", "claim", "paper", "expected", "parts", *forms("value"), "verdict",
-    "lacking", "failed", "shown"
+    "lacking", "failed", "rows_to_decide", "shown"
 ]  # fmt: skip
 
 
@@ -48,7 +56,8 @@ def verdicts(*groups: Results) -> Rows:
     groups: of runs that share no table. frame: model, suite, section, claim, paper (the published
     number for the model), expected, parts (the number of values behind ours), value, value_low,
     value_high (of a single part), verdict, lacking (what a run must have for a verdict), failed
-    (rows on which an answer failed, which are left out), shown.
+    (rows on which an answer failed, which are left out), rows_to_decide (NaN unless undecided),
+    shown.
     """
     found = {key: parts for key, parts in sections(groups).items() if key[1] == PAPER_SUITE}
     rows = list[dict[str, Any]]()
@@ -67,14 +76,19 @@ def verdicts(*groups: Results) -> Rows:
             ]
     frame: Any = pd.DataFrame(rows, columns=[*_FRAME, "ours"])
     texts = [
-        f"{verdict}: {lacking}" if lacking else f"{verdict}{_count(failed)}"
-        for verdict, lacking, failed in zip(
-            frame["verdict"], frame["lacking"], frame["failed"], strict=True
+        f"{verdict}: {lacking}" if lacking else f"{verdict}{_decide(needed)}{_count(failed)}"
+        for verdict, lacking, failed, needed in zip(
+            *(frame[name] for name in ("verdict", "lacking", "failed", "rows_to_decide")),
+            strict=True,
         )
     ]
     everything = Results([run for results in groups for run in results.runs])
     text = cells(frame.assign(shown_verdict=texts), _COLUMNS, everything)
     return Rows(frame[_FRAME], text, keys=3)
+
+
+def _decide(rows: float) -> str:
+    return "" if np.isnan(rows) else f": about {float(f'{rows:.2g}'):,.0f} rows decide"
 
 
 def _count(failed: int) -> str:
@@ -85,6 +99,8 @@ def _row(
     claim: Claim, model: str, suite: str, paper_model: str | None, finding: Finding
 ) -> dict[str, Any]:
     """A claim of the paper beside ours."""
+    verdict = claim.verdict(finding.values, paper_model, finding.lacking)
+    is_open = verdict == UNDECIDED and claim.holds
     values, paper = finding.values, claim.paper.get(paper_model or "")
     single = values[0] if len(values) == 1 else (np.nan,) * 3
     return {
@@ -97,7 +113,8 @@ def _row(
         "expected": claim.holds or f"within {claim.tolerance}",
         **dict(zip(forms("value"), single, strict=True)),
         "ours": claim.ours(values),
-        "verdict": claim.verdict(values, paper_model, finding.lacking),
+        "verdict": verdict,
+        "rows_to_decide": claim.rows_to_decide(values, finding.examples) if is_open else np.nan,
         "lacking": finding.lacking,
         "failed": finding.failed,
         "shown": claim.exhibit,

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 # restored in a sweep, where an earlier job may have set its own number
 DEFAULT_THREADS = torch.get_num_threads()
 
-NEAR = 0.8  # of a dataset's `prompt_tokens`: prompts that are shorter or longer are warned of
+NEAR = 0.8  # of `prompt_tokens`: a run warns of other mean lengths
 
 Methods = Mapping[tuple[str, str], Method]  # {(label of an arm, name of a dataset): its method}
 
@@ -317,7 +317,7 @@ def _compare_lengths(prompts: Sequence[Prompt], limit: int) -> None:
         if solved and not NEAR < tokens / solved < 1 / NEAR:
             log.warning(
                 "%s: speedups are solved for prompts of %d tokens (prompt_tokens), but these have "
-                "%.0f on average, so their ideal speedups differ from what was given",
+                "%.0f on average, so ideal speedups differ",
                 dataset.name,
                 solved,
                 tokens,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -170,7 +169,8 @@ def read_results(folders: Sequence[Path], where: Sequence[str] = ()) -> list[Res
     """
     groups, damaged = read_whole(folders, where)
     if damaged:
-        raise UserError("; ".join(damaged))
+        instead = "a run's command sets its damage aside; or give other folders"
+        raise UserError("; ".join([*damaged, instead]))
     return groups
 
 
@@ -192,13 +192,6 @@ def read_whole(
         for sentence in [*results.unfinished, *results.choices]:
             log.warning("%s", sentence)
     return groups, [*damaged.values()]
-
-
-def report_damaged(damaged: Sequence[str]) -> int:
-    """Name runs that a command has left out, on stderr. Returns its exit code: 1 if any."""
-    for why in damaged:
-        print(f"Damaged, left out: {why}", file=sys.stderr)
-    return int(bool(damaged))
 
 
 def open_runs(

@@ -48,6 +48,22 @@ def test_a_direction_needs_every_interval(holds: str, parts: Any, verdict: str) 
 
 
 @pytest.mark.parametrize(
+    ("parts", "rows"),
+    [
+        ([(2.0, 1.0, 3.0)], NAN),  # is decided
+        ([(1.0, -1.0, 3.0)], 400),  # twice as wide as far from 0: four times the rows
+        ([(1.0, -1.0, 3.0), (0.5, -1.0, 2.0), (3.0, 2.0, 4.0)], 900),  # all must obey
+        ([(1.0, -3.0, 5.0), (-1.0, -2.5, 0.5), (-1.0, -3.0, 1.0)], 225),  # one is enough
+        ([(0.0, -1.0, 1.0)], NAN),  # no number of rows decides a tie
+        ([(0.5, NAN, NAN)], NAN),
+    ],
+)
+def test_rows_that_decide_narrow_the_interval(parts: Any, rows: float) -> None:
+    needed = claim(holds="> 0").rows_to_decide(parts, 100)
+    assert needed == pytest.approx(rows, nan_ok=True)
+
+
+@pytest.mark.parametrize(
     ("tolerance", "value", "verdict"),
     [
         ("5 points", (23.0, 22.0, 24.0), "agrees"),
@@ -401,8 +417,8 @@ def test_part_of_an_experiment_decides_no_number(
     assert {start for start, finding in found.items() if not finding["lacking"]} == judged
     if len(datasets) == 1:
         assert found["Generated"]["lacking"] == (
-            "needs the paper's 6 tasks, has multi_doc_qa; needs max_prompt_tokens=3500, has 1500; "
-            "needs whole answers, has max_new_tokens=6"
+            "needs the paper's 6 tasks, has multi_doc_qa; needs max_prompt_tokens=3500, has "
+            "max_prompt_tokens=1500; needs whole answers, has max_new_tokens=6"
         )
         assert row(results, "Never slower", "llama2")["verdict"] == "not run"
 

@@ -2,16 +2,13 @@ import csv
 import hashlib
 import json
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from eval.analysis import screen
 from eval.analysis.style import new_figure
 from eval.analysis.table import Figure, figures, legend, tables
 from eval.report.write import main, write_groups, write_paper
@@ -138,26 +135,6 @@ def test_command_writes_the_real_figures_below_runs(
     assert drawn == {name for name, picture in figures().items() if not picture.data(runs).empty}
     with pytest.raises(UserError, match="no such folder"):
         main(["absent", "--out", "out"])
-
-
-@pytest.mark.parametrize("command", [main, screen.main])
-def test_command_names_damaged_runs_and_shows_the_others(
-    command: Callable[[Sequence[str]], int],
-    runs: Results,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for run in runs.runs:
-        shutil.copytree(run.folder, tmp_path / "runs" / run.folder.name)
-    for name in ("torn", "odd"):
-        (
-            shutil.copytree(runs.runs[0].folder, tmp_path / "runs" / name) / "visits.jsonl"
-        ).write_text("no line of visits\n")
-    out = ["--out", str(tmp_path / "out"), "--formats", "md"] if command is main else []
-    assert command([str(tmp_path / "runs"), *out]) == 1
-    said = capsys.readouterr()
-    assert re.findall(r"Damaged, left out: .*/(\w+)/visits.jsonl:1", said.err) == ["odd", "torn"]
-    assert "llama2" in ((tmp_path / "out/README.md").read_text() if out else said.out)
 
 
 def test_import_of_the_command_loads_nothing_slow() -> None:
