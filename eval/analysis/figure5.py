@@ -109,8 +109,8 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
     data,
     title="Score against TTFT speedup, task by task (the paper's Figure 5)",
     caption=(
-        "Score of every setting, relative to the baseline's, against its TTFT speedup; below, the "
-        "KL divergence from the baseline: over its answer, if that was measured. Hollow: the "
+        "KL divergence of every setting from the baseline, over its answer if that was measured, "
+        "against its TTFT speedup; below, its score relative to the baseline's. Hollow: the "
         "paper's Table 1; crosses: the claims in its text."
     ),
     notes=(
@@ -126,10 +126,10 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """For each model and suite a panel for each task, their mean if there are several, and the
-    legend; the same of the first KL that was measured."""
+    legend: of the first KL that was measured, then of the scores."""
     figure, sections = style.sections_of(
         frame,
-        "Score and KL against TTFT speedup",
+        "KL and score against TTFT speedup",
         11,
         lambda rows: 2.65 * style.task_lines(rows) * len(_measured(rows)),
         most=2,
@@ -154,24 +154,20 @@ def plot(frame: Any) -> MplFigure:
                     axes.set(ylim=(-3, max(106.0, 1.05 * highest)))
             part.supxlabel("TTFT speedup over the baseline (times)", fontsize=9)
             part.supylabel(label, fontsize=9)
-            _write_legend(part, points, styles)
+            _write_legend(part, points, styles, part is parts[0])
     return figure
 
 
 def _measured(rows: Any) -> dict[str, str]:
     """{each value that was measured and is drawn in panels of its own: its axis label}."""
-    scores = (
-        {"relative_score": "score, % of the baseline's"}
-        if rows["relative_score"].notna().any()
-        else {}
-    )
-    return scores | dict(list(style.kls_in(rows).items())[:1])
+    labels = dict([*style.kls_in(rows).items()][:1])
+    if rows["relative_score"].notna().any():
+        labels["relative_score"] = "score, % of the baseline's: higher is better"
+    return labels
 
 
 def _choose_panels(rows: Any, value: str) -> Any:
-    """The rows of the panels that tell something: of scores those with intervals, if any panel
-    has them.
-    """
+    """The rows of panels to draw: of scores those with intervals, if any has them."""
     measured = rows[rows["source"] == MEASURED]
     has_interval = measured[f"{value}_low"].notna()
     if value in KLS or not has_interval.any():
@@ -208,10 +204,11 @@ def _is_own(rows: Any) -> bool:
     return bool(measured.notna().any())
 
 
-def _write_legend(part: Any, rows: Any, styles: dict[str, Any]) -> None:
+def _write_legend(part: Any, rows: Any, styles: dict[str, Any], has_methods: bool) -> None:
     measured = set(rows.loc[rows["source"] == MEASURED, "method"])
     published = rows[rows["source"] == PAPER]
-    handles = [Line2D([], [], **look) for name, look in styles.items() if name in measured]
+    names = measured if has_methods else ()
+    handles = [Line2D([], [], **look) for name, look in styles.items() if name in names]
     if len(published):
         name = MODEL_NAMES[published["paper_model"].iloc[0]]
         whose = (
@@ -231,5 +228,5 @@ def _write_legend(part: Any, rows: Any, styles: dict[str, Any]) -> None:
         points = ", ".join(f"{speedup:g}x at {score:g} %" for speedup, score in pairs)
         handles.append(Line2D([], [], label=f"the paper's claims:\n{points}", **_CLAIM))
     is_faint = ~rows.loc[rows["source"] == MEASURED, "on_curve"].astype(bool)
-    title = "faint: the method's\nother settings" if is_faint.any() else None
+    title = "bars: 95 % intervals" + "\nfaint: off the curve" * bool(is_faint.any())
     part.legend(handles=handles, loc="outside right center", title=title, alignment="left")

@@ -46,7 +46,7 @@ def draw_arms(rows: Any, label: str, title: str) -> Figure:
     axes = figure.subplots()
     looks = style.styles_of(rows["kind"])
     least = min((kl for kl in rows["y"] if kl > 0), default=1e-6)
-    axes.set_yscale("symlog", linthresh=10 ** np.floor(np.log10(least)), linscale=0.5)
+    axes.set_yscale("symlog", linthresh=least / 2, linscale=0.2)
     axes.yaxis.set_major_locator(FixedLocator([tick for tick in _TICKS if not 0 < tick < least]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -61,7 +61,7 @@ def draw_arms(rows: Any, label: str, title: str) -> Figure:
     )
     axes.set(
         xlabel="TTFT speedup: times as fast to the first token as the baseline",
-        ylabel=f"{label}: 0 is the baseline's own",
+        ylabel=label,
     )
     _write_names(axes, rows, looks)
     return figure

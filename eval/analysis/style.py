@@ -57,8 +57,8 @@ _NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 _KLS = {
-    "answer_kl": "KL over the baseline's answer, nats", "gold_kl": "KL over the gold answer, nats",
-    "kl": "KL from the baseline's first token, nats",
+    "answer_kl": "answer's KL, nats: lower is better", "gold_kl": "gold KL, nats: lower is better",
+    "kl": "first token's KL, nats: lower is better",
 }  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def task_lines(rows: Any) -> int:
 
 def task_panels(part: Any, rows: Any) -> dict[str, Any]:
     """{task, or "all": axes} for each task of the rows."""
-    tasks = [task for task in (*TASKS, "all") if task in set(rows["task"])]
+    tasks = [task for task in ("all", *TASKS) if task in set(rows["task"])]
     columns = min(_IN_A_ROW, len(tasks))
     places = part.subplots(
         task_lines(rows), columns, sharex=True, sharey=True, squeeze=False

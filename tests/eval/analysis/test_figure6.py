@@ -61,6 +61,6 @@ def test_figure6_draws_every_kl_that_was_measured_on_a_log_scale() -> None:
     assert [axes.get_yscale() for axes in picture.axes] == ["linear", "log", "log"]
     points = [axes.containers[0].lines[0].get_xydata().tolist() for axes in picture.axes[1:]]
     assert points == [[[2, 0.2]], [[2, 0.02]]]
-    assert {"KL over the baseline's answer, nats", "KL from the baseline's first token, nats"} <= {
+    assert {"answer's KL, nats: lower is better", "first token's KL, nats: lower is better"} <= {
         *texts(picture)
     }

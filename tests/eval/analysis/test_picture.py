@@ -12,7 +12,7 @@ from eval.analysis.run_table import run_table
 from eval.store.results import Results
 from tests.runs import measured, small_config
 
-LABEL = "KL over the baseline's answer, nats"
+LABEL = "answer's KL, nats: lower is better"
 
 
 def drawn(**columns: Any) -> Any:
