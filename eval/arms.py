@@ -124,7 +124,7 @@ class Arm:
         """Say that the speedup cannot be reached, and what to do."""
         instead = "give a lower one"
         if "draft" in settings_of(self.kind) and self.hyperparameters.get("draft") is None:
-            instead = "name a draft"
+            instead = "name a draft model, draft=FOLDER_OR_HUB_ID"
         return (
             f"{self.label} cannot reach an ideal TTFT speedup of {speedup:g} on {layers} layers: "
             f"{instead}"

@@ -26,7 +26,7 @@ from eval.benchmarks.datasets import CHOICES, shipped_descriptions
 from eval.config import Config, RunConfig, documented, validated
 from eval.settings import Settings
 from lazyllm.errors import UserError, nearest
-from lazyllm.methods import by_name, is_file, known, settings_of
+from lazyllm.methods import METHODS, by_name, is_file, known, settings_of
 from lazyllm.presets import PRESETS, is_sizes
 
 # a link to the folder at the top level; a wheel holds it here
@@ -283,7 +283,7 @@ def _hint(key: str, kind: type[Settings]) -> str:
     """Suggest what may have been meant by an unknown key."""
     group = key.partition(".")[0]
     if group == "method":
-        keys = {f"method.{name}" for kind in known() for name in settings_of(by_name(kind))}
+        keys = {f"method.{name}" for kind in METHODS.values() for name in settings_of(kind)}
         near = difflib.get_close_matches(key, keys - {key}, 1)
         meant = f"did you mean {near[0]}? " if near and key not in keys else ""
         lists = "lazyllm-bench methods lists each one's hyperparameters"

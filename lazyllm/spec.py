@@ -105,7 +105,9 @@ def source_of(name: str, gguf: str | None = None) -> str:
         return str(path)
     if path.is_dir():
         return _in_folder(path, gguf)
-    if "/" not in name or name.startswith((".", "/", "~")) or len(path.parts) > 2:
+    if name.startswith((".", "/", "~")) or path.suffix == GGUF or len(path.parts) > 2:
+        raise UserError(f"{name!r} is not a model: there is no such folder or GGUF file")
+    if "/" not in name:
         raise UserError(
             f"{name!r} is not a model: no such folder or GGUF file, no hub id (owner/name), no "
             f"preset: {nearest(name, PRESETS)}"

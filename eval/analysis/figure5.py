@@ -114,8 +114,8 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
         "paper's Table 1; crosses: the claims in its text."
     ),
     notes=(
-        "Bars: 95 % bootstrap intervals over examples. Where some tasks have too few examples for "
-        "an interval, their scores are not drawn. Seeds of a setting are pooled; ablations of "
+        "Bars: 95 % bootstrap intervals over examples. Scores of too few examples for an interval "
+        "are not drawn beside others. Seeds of a setting are pooled; ablations of "
         "LazyLLM are left out. A curve joins a method's settings that are given by an ideal "
         "speedup (1.5x, 2.0x, ...). If it has none, the curve joins the settings that no other one "
         "of the method beats in both score and speedup, which flatters methods with many settings. "
@@ -167,11 +167,12 @@ def _measured(rows: Any) -> dict[str, str]:
 
 
 def _choose_panels(rows: Any, value: str) -> Any:
-    """The rows of panels to draw: of scores those with intervals, if any has them."""
+    """The rows to draw: of scores those with intervals, if any has them."""
     measured = rows[rows["source"] == MEASURED]
     has_interval = measured[f"{value}_low"].notna()
     if value in KLS or not has_interval.any():
         return rows
+    rows = rows.drop(measured.index[~has_interval])
     return rows[rows["task"].isin(measured.loc[has_interval, "task"])]
 
 

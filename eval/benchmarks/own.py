@@ -7,7 +7,6 @@ BABILong and GraphWalks are such descriptions.
 """
 
 import hashlib
-import logging
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -38,8 +37,6 @@ from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset,
 from eval.benchmarks.tables import KINDS, kind_of, read_table
 from eval.settings import Count, Positive, Text, first_fault
 from lazyllm.errors import UserError, nearest, reason_of, require
-
-log = logging.getLogger(__name__)
 
 TASK = "own"
 
@@ -207,20 +204,12 @@ def missing(dataset: Dataset, settings: DataSettings) -> str | None:
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """Read the rows. Warns of repeated ones.
-
-    Raises UserError for an unusable row (unless skipped) or file.
-    """
+    """Read the rows. Raises UserError for an unusable row (unless skipped) or file."""
     source = _choose_source(dataset, settings)
     rows = read_table(source.file) if source.file else _read_split(source, settings)
     meaning = {key: value for key, value in asdict(source).items() if key not in _NO_PROMPT}
     parse = partial(_make_example, source)
-    data = loaded(dataset, rows, parse, settings.on_error, source.max_new_tokens, [meaning])
-    different = {(row.instruction, row.context, row.input, row.answers) for row in data.examples}
-    if repeated := len(data.examples) - len(different):
-        warning = "%s: %d of %d rows repeat others, but count as independent"
-        log.warning(warning, data.source, repeated, len(data.examples))
-    return data
+    return loaded(dataset, rows, parse, settings.on_error, source.max_new_tokens, [meaning])
 
 
 def _read_split(source: OwnDataset, settings: DataSettings) -> Rows:

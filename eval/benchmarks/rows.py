@@ -50,12 +50,6 @@ _FIELDS: dict[str, Check] = {
 }
 
 
-def one_of(values: Iterable[Any]) -> Check:
-    """The check of a value that must be one of these."""
-    allowed = tuple(values)
-    return allowed.__contains__, f"one of {', '.join(map(str, allowed))}"
-
-
 def read_lines(data: bytes, source: str) -> Iterator[tuple[str, Any]]:
     """Yield (source:line, value) of every line that is not blank.
 

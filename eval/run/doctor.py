@@ -184,21 +184,19 @@ def _preset(spec: ModelSpec) -> Preset:
 
 
 def check_rows(runs: Sequence[RunConfig]) -> State:
-    """The rows of suites that are read from files: those in `data.dir` are loaded."""
+    """The rows of suites that are read from files: those in files of the user's are read."""
     found = list[str]()
     for run in runs:
         try:
             datasets, data = choose_data(run)  # refuses rows that are missing, as a run does
-            rows = (
-                0
-                if data.dir is None
-                else sum(len(loaded.examples) for loaded in read_rows(run, datasets, data))
-            )
+            is_here = data.dir is not None or any(getattr(one, "file", "") for one in datasets)
+            loaded = read_rows(run, datasets, data) if is_here else []
         except UserError as error:
             return MISSING, str(error)
         suite = suite_of(datasets)
-        if data.dir is not None:
-            found.append(f"{rows} rows of {suite.name} are in {data.dir}")
+        if is_here:
+            rows = sum(len(dataset.examples) for dataset in loaded)
+            found.append(f"{rows} rows of {suite.name} can be read")
         elif not suite.models:
             if suite.cached is not None and not suite.cached(data):
                 return (

@@ -66,10 +66,6 @@ def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
             from eval.run.finish import finish  # not at the top: it imports pandas
 
             finish(run, stored, trackers, show)
-    if run.skipped:
-        where, reason = run.skipped[0]
-        count = counted(len(run.skipped), "row")
-        log.warning("skipped %s (data.on_error=skip), the first: %s: %s", count, where, reason)
     return stored
 
 

@@ -21,6 +21,7 @@ from eval.run.check import RUNS, chat_of, choose_data, read_rows, spec_of, suite
 from eval.run.identity import identity_of, provenance_of
 from eval.run.work import fitting_batch
 from eval.store.folder import fingerprint
+from eval.store.runs import counted
 from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
 from lazyllm.machine import device_name
@@ -52,7 +53,7 @@ class Run:
         baseline first.
     methods: of each arm for each dataset. prompts: of all examples, in order. batch_size: answers
         that decode together.
-    skipped: (place, reason) of invalid rows that were left out. identity: what must agree for two
+    identity: what must agree for two
     visits to share a folder. about: config and provenance, for run.json. counts_cpu_time: whether
     times are the process's CPU time: of prompts that only measure time, by one thread of a CPU.
     """
@@ -66,7 +67,6 @@ class Run:
     methods: Methods
     prompts: tuple[Prompt, ...]
     batch_size: int
-    skipped: tuple[tuple[str, str], ...]
     identity: dict[str, Any]
     about: dict[str, Any]
     folder: Path
@@ -105,8 +105,11 @@ def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
         config.batch_size, spec, [*methods.values()], limit, new_tokens, memory
     )
     prompts = make_prompts(config, rows, tokenizer, chat, data, limit, methods)
+    cautions = [*filter(None, map(_find_repeats, rows)), *_list_skipped(rows)]
     if any(arm.solves for arm in arms):
-        _compare_lengths(prompts, limit)
+        cautions += _compare_lengths(prompts, limit)
+    for caution in cautions:
+        log.warning("%s", caution)
     threads = config.threads or torch.get_num_threads()
     counts_cpu_time = device.type == "cpu" and suite.tokenizer is not None and threads == 1
     identity = identity_of(
@@ -133,9 +136,8 @@ def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
         methods=methods,
         prompts=tuple(prompts),
         batch_size=batch_size,
-        skipped=tuple(row for loaded in rows for row in loaded.skipped),
         identity=identity,
-        about=_about(config, spec, datasets, rows, device_name(device), left_out),
+        about=_about(config, spec, datasets, rows, device_name(device), [*left_out, *cautions]),
         folder=Path(config.out or runs / _folder_name(config, arms, datasets, identity)),
         title=title,
         counts_cpu_time=counts_cpu_time,
@@ -148,9 +150,9 @@ def _about(
     datasets: Sequence[Dataset],
     rows: Sequence[LoadedDataset],
     device: str,
-    left_out: Sequence[str],
+    cautions: Sequence[str],
 ) -> dict[str, Any]:
-    """What run.json holds besides the identity. left_out: why arms are missing."""
+    """What run.json holds besides the identity. cautions: sentences that its table repeats."""
     from eval.benchmarks.datasets import describe
 
     written = config.model_dump(exclude={"method"})
@@ -162,7 +164,7 @@ def _about(
         # `limit` chooses from these
         "examples": {loaded.dataset.name: loaded.total for loaded in rows},
         **({"descriptions": descriptions} if descriptions else {}),
-        **({"left_out": left_out} if left_out else {}),
+        **({"cautions": cautions} if cautions else {}),
     }
 
 
@@ -268,10 +270,11 @@ def resolve_arms(
         found.append(arm)
     if len(arms) > config.baseline and not found[config.baseline :]:
         raise UserError(f"no method reaches its speedup on this model: {unreachable[-1]}")
-    for error in unreachable:
-        log.warning("left out: %s", error)
+    left_out = [f"left out: {error}" for error in unreachable]
+    for line in left_out:
+        log.warning("%s", line)
     check_distinct(found)
-    return tuple(found), methods, [str(error) for error in unreachable]
+    return tuple(found), methods, left_out
 
 
 def make_prompts(
@@ -309,18 +312,33 @@ def make_prompts(
     return prompts
 
 
-def _compare_lengths(prompts: Sequence[Prompt], limit: int) -> None:
-    """Warn of datasets whose speedups are solved for a length that their prompts do not have."""
+def _find_repeats(rows: LoadedDataset) -> str:
+    """Say how many rows repeat others; "" if none does."""
+    examples = rows.examples
+    different = {(row.instruction, row.context, row.input, row.answers) for row in examples}
+    repeated = f"{len(examples) - len(different)} of {len(examples)} rows repeat others"
+    if len(different) == len(examples):
+        return ""
+    return f"{rows.dataset.name}: {repeated}, but count as independent"
+
+
+def _list_skipped(rows: Sequence[LoadedDataset]) -> Iterator[str]:
+    """Say of each dataset how many invalid rows were left out, and why the first one was."""
+    for loaded in rows:
+        if loaded.skipped:
+            count, (where, reason) = counted(len(loaded.skipped), "row"), loaded.skipped[0]
+            yield f"skipped {count} (data.on_error=skip), the first: {where}: {reason}"
+
+
+def _compare_lengths(prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
+    """Name datasets whose speedups are solved for a length that their prompts do not have."""
     for dataset, members in groupby(prompts, key=lambda prompt: prompt.dataset):
         tokens = mean(len(prompt.token_ids) for prompt in members)
         solved = min(dataset.prompt_tokens or 0, limit)
         if solved and not NEAR < tokens / solved < 1 / NEAR:
-            log.warning(
-                "%s: speedups are solved for prompts of %d tokens (prompt_tokens), but these have "
-                "%.0f on average, so ideal speedups differ",
-                dataset.name,
-                solved,
-                tokens,
+            yield (
+                f"{dataset.name}: speedups are solved for prompts of {solved} tokens "
+                f"(prompt_tokens), but these have {tokens:.0f} on average, so ideal speedups differ"
             )
 
 

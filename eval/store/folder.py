@@ -318,9 +318,9 @@ def check_same(folder: Path, kind: str, before: dict[str, Any], now: dict[str, A
     """
     if before != now:
         raise UserError(
-            f"{folder}: holds a {kind} that differs ({'; '.join(_differences(before, now))}). "
-            "Their visits cannot be mixed: give another folder with out=FOLDER, or omit out= for "
-            "a new one"
+            f"{folder}: holds another {kind}, and their visits cannot be mixed: give another "
+            "folder with out=FOLDER, or omit out= for a new one. They differ: "
+            + "; ".join(_differences(before, now))
         )
 
 

@@ -237,31 +237,42 @@ def share(runs: Sequence[StoredRun]) -> list[Results]:
             groups.append((values, [run]))
     if len(groups) == 1:
         return [Results(runs)]
-    names, taken = [_name(members) for _, members in groups], list[str]()
+    differing = _list_differing(runs)
+    names, taken = [_name(members, values, differing) for values, members in groups], list[str]()
     for name in names:
         taken.append(name if name not in taken else f"{name}-{len(taken) + 1}")
     return [Results(members, name) for name, (_, members) in zip(taken, groups, strict=True)]
 
 
-def _name(runs: Sequence[StoredRun]) -> str:
-    """`figure5+field_2x`: the labels or methods of these runs."""
-    labels = [
-        run.about["config"].get("label") or "+".join(run.methods) or "baseline" for run in runs
-    ]
-    return "+".join(dict.fromkeys(labels))[:60].replace("/", "_")
+def _name(runs: Sequence[StoredRun], values: Mapping[str, Any], differing: Iterable[str]) -> str:
+    """`figure5+field_2x`, the labels of these runs; without labels, `dtype=float32`: the values
+    that keep them from other runs.
+    """
+    labels = [run.about["config"].get("label") for run in runs]
+    parts = [f"{_last(key)}={_short(values[key])}" for key in differing if key in values]
+    name = ", ".join(parts) if None in labels else "+".join(dict.fromkeys(labels))[:60]
+    return name.replace("/", "_")
+
+
+def _list_differing(runs: Iterable[StoredRun]) -> dict[str, list[Any]]:
+    """{key of `shared_values` in which runs differ: its values}."""
+    seen = defaultdict[str, list[Any]](list)
+    for run in runs:
+        for key, value in shared_values(run).items():
+            if value not in seen[key]:
+                seen[key].append(value)
+    return {key: values for key, values in seen.items() if len(values) > 1}
+
+
+def _last(key: str) -> str:
+    return key.partition(": ")[2] or key
 
 
 def explain(groups: Sequence[Results]) -> str:
     """Which keys of their identities keep groups of runs apart."""
-    seen = defaultdict[str, list[Any]](list)
-    for run in (run for results in groups for run in results.runs):
-        for key, value in shared_values(run).items():
-            if value not in seen[key]:
-                seen[key].append(value)
+    differing = _list_differing(run for results in groups for run in results.runs)
     differ = [
-        f"{key.partition(': ')[2] or key} ({', '.join(map(_short, different))})"
-        for key, different in seen.items()
-        if len(different) > 1
+        f"{_last(key)} ({', '.join(map(_short, values))})" for key, values in differing.items()
     ]
     names = "; ".join(results.name for results in groups)
     return f"runs that differ in {', '.join(differ)} share no table: {names}"

@@ -23,6 +23,8 @@ from lazyllm.methods import Lazy, Method, by_name, settings_of
 if TYPE_CHECKING:
     import pandas as pd
 
+SLOW = 2  # times the TTFT of a prefill of as many FLOPs: only other work makes it so
+
 # LazyLLM's switches
 _USUAL = {name: value for name, value in settings_of(Lazy).items() if isinstance(value, bool)}
 
@@ -215,7 +217,7 @@ class StoredRun:
 
     @property
     def warnings(self) -> list[str]:
-        """Arms that are missing, and the `machine_warnings` of its baseline."""
+        """What the run noted, slow answers, and the `machine_warnings` of its baseline."""
         baseline_rows: Any = self.rows[self.rows["arm"] == self.identity["baseline"]]
         long: Any = baseline_rows[baseline_rows["prompt_tokens"] >= LONG]
         # each token takes 2 FLOPs for each weight, which in 16 bits has 2 bytes
@@ -226,9 +228,20 @@ class StoredRun:
             float(baseline_rows["step_s"].median()),
         )
         return [
-            *(f"left out: {reason}" for reason in self.about.get("left_out", [])),
+            *self.about.get("cautions", []),
+            *filter(None, [self._slowed]),
             *machine_warnings(self.device, self.kernels, *numbers, float(weights)),
         ]
+
+    @property
+    def _slowed(self) -> str:
+        """Say how many prefills took far longer than one of as many FLOPs; "" if none did."""
+        rows: Any = self.rows.sort_values("prefill_flops", ascending=False, kind="stable")
+        slow = (rows["ttft_s"] > SLOW * rows.groupby("arm")["ttft_s"].cummin()).sum()
+        return slow and (
+            f"{slow} of {len(rows)} TTFTs are more than {SLOW} times that of an arm's longer "
+            "prompt: other work slowed them (out=FOLDER measures anew)"
+        )
 
     @property
     def traces(self) -> list[Path]:

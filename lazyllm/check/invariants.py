@@ -145,7 +145,9 @@ def _holds(condition: bool, message: str) -> None:
 
 @contextmanager
 def _positions_checked(method: Method) -> Iterator[None]:
-    """Check that `Method.prune` leaves the positions it is given as they are."""
+    """Check that `Method.prune` leaves the positions it is given as they are, and no score is
+    NaN.
+    """
     prune = type(method).prune
 
     def checked(self: Method, at: Boundary, recorded: list[torch.Tensor]) -> Selection:
@@ -156,7 +158,19 @@ def _positions_checked(method: Method) -> Iterator[None]:
         )
         return kept
 
-    with patch.object(type(method), "prune", checked):
+    kind: Any = type(method)
+    score = getattr(kind, "score", None)
+
+    def scored(self: Any, at: Boundary, recorded: list[torch.Tensor]) -> Any:
+        scores: Any = score and score(self, at, recorded)
+        has_nan = torch.is_tensor(scores) and bool(scores.isnan().any())
+        _holds(not has_nan, f"scored NaN after layer {at.layer}")
+        return scores
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(kind, "prune", checked))
+        if score is not None:
+            patches.enter_context(patch.object(kind, "score", scored))
         yield
 
 

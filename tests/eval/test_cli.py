@@ -136,7 +136,7 @@ REFUSED = {
     "run dataset=trec data.dir=MADE/rows": "rows/trec.jsonl:10: not valid JSON in UTF-8",
     "run dataset=trec data.dir=MADE/no_config": "config/dataset2prompt.json is missing",
     "run out=MADE/file/run": "MADE/file/run: cannot be written (MADE/file)",
-    "run model=./nowhere": "'./nowhere' is not a model: no such folder",
+    "run model=./nowhere": "'./nowhere' is not a model: there is no such folder",
     "run model=MADE/checkpoint": "MADE/checkpoint holds neither tokenizer.json nor tokenizer.model",
     "run model.tokenizer=/nowhere dataset=lookup": "/nowhere: no such file or folder",
     "run dataset=random \"model='layers=2,width=7'\" model.load_format=dummy": "heads of an even",

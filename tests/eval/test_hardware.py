@@ -238,5 +238,24 @@ def test_table_of_runs_names_each_caution_of_all_runs_once() -> None:
 
 def test_table_names_arms_that_were_left_out() -> None:
     run = stored([at(0.5, 9000)])
-    run.about["left_out"] = ["fastkv cannot reach 6x"]
+    run.about["cautions"] = ["left out: fastkv cannot reach 6x"]
     assert "Caution: left out: fastkv cannot reach 6x." in run_table(Results([run]), "a").caption
+
+
+@pytest.mark.parametrize(
+    ("times", "slow"),
+    [
+        ([0.2, 0.3, 0.4, 0.9], 0),
+        ([0.2, 0.9, 0.4, 0.9], 1),  # 0.4 s was enough for a longer prompt
+        ([0.2, 0.7, 0.4, 2.0], 0),  # nothing longer says that the last one is slow
+        ([0.9, 0.9, 0.2, 0.9], 2),
+    ],
+)
+def test_table_names_answers_that_other_work_slowed(times: list[float], slow: int) -> None:
+    visits = [
+        visit(row, ttft_s=ttft_s, prefill_flops=1000 + row) for row, ttft_s in enumerate(times)
+    ]
+    caption = run_table(Results([stored(visits)]), "a").caption
+    sentence = f"Caution: {slow} of 8 TTFTs are more than 2 times that of an arm's longer prompt"
+    assert (sentence in caption) == bool(slow)
+    assert ("other work slowed" in caption) == bool(slow)

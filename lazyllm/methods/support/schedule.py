@@ -76,7 +76,7 @@ class Schedule:
         if beyond := [layer for layer in keep if layer > depth.count]:
             raise ValueError(
                 f"the schedule prunes after layer {beyond[0]}, but the model has only "
-                f"{depth.count} layers; the paper's would be {dict(cls.paper(depth).keep)}"
+                f"{depth.count} layers: give schedule=paper, shares such as 30%, or earlier layers"
             )
         return cls({**keep})
 

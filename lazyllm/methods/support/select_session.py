@@ -33,8 +33,7 @@ class SelectSession(Session):
         super().__init__(decoder, groups, k if method.renumber else n, max_new_tokens)
         self.prompt_tokens, self.scoring = n, scoring
         self._select, self._positions = method, positions
-        count = None if method.adaptive else kept
-        self.check_selection(method.label, positions, n, count, must_keep=n - 1)
+        self.check_selection(method.label, positions, n, None if method.adaptive else kept)
 
     def prefill(self, token_ids: Tensor) -> Tensor:
         renumber = self._select.renumber

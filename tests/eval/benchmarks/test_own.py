@@ -77,15 +77,6 @@ def test_rows_of_any_file_are_the_same_examples_with_texts_as_they_stand_there(
     assert context_of(prompt) == [ROWS[0]["report"]]
 
 
-def test_repeated_rows_are_told_as_intervals_take_them_for_independent(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [*ROWS, ROWS[0] | {"n": "c"}, ROWS[0] | {"answer": "copper", "n": "d"}]
-    file = written(tmp_path, rows=rows)
-    loaded(file)
-    assert caplog.messages == [f"{file}: 1 of 4 rows repeat others, but count as independent"]
-
-
 def test_what_a_prompt_is_made_of_is_hashed_and_a_files_name_is_not(tmp_path: Path) -> None:
     file = written(tmp_path)
     data = loaded(file)

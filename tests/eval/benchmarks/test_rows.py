@@ -1,4 +1,4 @@
-"""Bad rows of LongBench and LongBench v2, named by place and field or skipped."""
+"""Bad rows of LongBench, named by place and field or skipped."""
 
 import re
 from pathlib import Path
@@ -7,16 +7,10 @@ from typing import Any
 import pytest
 
 from lazyllm.errors import UserError
-from tests.eval.benchmarks import test_longbench, test_longbench_v2
+from tests.eval.benchmarks import test_longbench
 from tests.eval.benchmarks.loading import load
 from tests.eval.benchmarks.test_longbench import ROW
 
-V2 = test_longbench_v2.row(1)
-# {dataset: (how rows are written, a good row, the place of the second row)}
-WRITTEN: dict[str, tuple[Any, Any, str]] = {
-    "qasper": (test_longbench.write, ROW, "qasper.jsonl:2"),
-    "longbench_v2": (test_longbench_v2.write, test_longbench_v2.row(0), "data.json, row 2"),
-}
 BAD_VALUES = {
     "context": ["", " \n", None],
     "input": [1, "\ud800"],
@@ -27,42 +21,29 @@ BAD_VALUES = {
     "dataset": ["lcc"],
     "_id": [7, "", "\ud800", "one"],  # the last: of the first row
 }
-BAD_V2 = {
-    "answer": "E",
-    "length": "tiny",
-    "difficulty": None,
-    "context": " ",
-    "choice_C": 3,
-}
 BAD_ROWS = [
-    *(("qasper", text, "not valid JSON") for text in ("{", '{"input": "\x01"}', "[" * 100_000)),
-    ("qasper", "[]", "expected a JSON object"),
+    *((text, "not valid JSON") for text in ("{", '{"input": "\x01"}', "[" * 100_000)),
+    ("[]", "expected a JSON object"),
     *(
-        ("qasper", ROW | {"_id": "two", key: bad}, key)
+        (ROW | {"_id": "two", key: bad}, key)
         for key, values in BAD_VALUES.items()
         for bad in values
     ),
     *(
-        ("qasper", {key: ROW[key] for key in ROW if key != field}, f"field '{field}' is missing")
+        ({key: ROW[key] for key in ROW if key != field}, f"field '{field}' is missing")
         for field in ROW
         if field != "_id"
     ),
-    *(("longbench_v2", V2 | {key: bad}, f"field '{key}'") for key, bad in BAD_V2.items()),
-    ("longbench_v2", {key: V2[key] for key in V2 if key != "question"}, "'question' is missing"),
-    ("longbench_v2", V2 | {"_id": "id-0"}, "the same _id as in"),
-    ("longbench_v2", "text", "expected a JSON object, got str"),
 ]
 
 
-@pytest.mark.parametrize(("dataset", "bad", "named"), BAD_ROWS)
-def test_bad_row_is_named_or_skipped(dataset: str, bad: Any, named: str, tmp_path: Path) -> None:
-    write, good, second = WRITTEN[dataset]
-    write(tmp_path, good, bad)
-    place = f"{tmp_path}/{second}"
+@pytest.mark.parametrize(("bad", "named"), BAD_ROWS)
+def test_bad_row_is_named_or_skipped(bad: Any, named: str, tmp_path: Path) -> None:
+    place = f"{test_longbench.write(tmp_path, ROW, bad)}:2"
     reason = rf"{re.escape(place)}: .*{named}.*data\.on_error=skip"
     with pytest.raises(UserError, match=reason):
-        load(dataset, tmp_path)
-    loaded = load(dataset, tmp_path, on_error="skip")
+        load("qasper", tmp_path)
+    loaded = load("qasper", tmp_path, on_error="skip")
     assert len(loaded.examples) == 1
     assert [where for where, _ in loaded.skipped] == [place]
 

@@ -1,6 +1,7 @@
 """Arms: labels, grids, seeds, and hyperparameters that are solved for speedups, by arithmetic."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -215,30 +216,44 @@ def test_arms_out_of_reach_are_left_out_with_a_line(caplog: pytest.LogCaptureFix
     assert out_of_reach in caplog.text
     assert "left out: specprefill cannot" in caplog.text
     assert "name a draft" in caplog.text
-    first, second = run.about["left_out"]  # which the run's table repeats
-    assert (f"left out: {first}", "specprefill cannot" in second) == (out_of_reach, True)
+    first, second = run.about["cautions"]  # which the run's table repeats
+    assert (first, "specprefill cannot" in second) == (out_of_reach, True)
     caplog.clear()
     with pytest.raises(UserError, match="no method reaches its speedup on this model: fastkv"):
         prepare(small_config(None, arms=arms[1:2]))
     assert "left out" not in caplog.text  # it is said once
 
 
-@pytest.mark.parametrize(("tokens", "warns"), [(600, True), (450, False), (300, False)])
-def test_prompts_of_another_length_than_speedups_are_solved_for_are_warned_of(
-    tokens: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_run_notes_what_its_table_must_say_of_its_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Repeated and invalid rows, and prompts of another length than speedups are solved for."""
     about = {
         "file": "rows.jsonl", "template": "{report}", "context": "report", "answers": "answer",
         "metric": "f1", "max_new_tokens": 2, "prompt_tokens": 400,
     }  # fmt: skip
     report = " ".join(["copper river"] * 1000)  # is cut to the limit
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"report": report, "answer": "river"}))
+    rows = [{"report": report, "answer": answer} for answer in ("river", "river", "copper", "")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.yaml").write_text(json.dumps({"mine": about}))
-    cut = {"dataset": str(tmp_path / "mine.yaml"), "model": TINY | {"max_prompt_tokens": tokens}}
-    for speedup in ({}, {"speedup": 1.5}):
-        run = prepare(small_config(None, arms=[{"name": "lazy"} | speedup], **cut))
-        assert len(run.prompts[0].token_ids) == tokens
-        assert ("solved for prompts of" in caplog.text) == (warns and bool(speedup))
+    data = {"dataset": str(tmp_path / "mine.yaml"), "limit": None, "data": {"on_error": "skip"}}
+
+    def note(tokens: int, **arm: Any) -> list[str]:
+        caplog.clear()
+        model = TINY | {"max_prompt_tokens": tokens}
+        run = prepare(small_config(None, model=model, arms=[{"name": "lazy"} | arm], **data))
+        assert [line for line in run.about["cautions"] if line not in caplog.messages] == []
+        return run.about["cautions"]
+
+    repeated, skipped, *others = note(600, speedup=1.5)
+    assert repeated == "mine: 1 of 3 rows repeat others, but count as independent"
+    assert re.match(
+        r"skipped 1 row \(data.on_error=skip\), the first: .*rows.jsonl:4: field", skipped
+    )
+    (length,) = others
+    assert "solved for prompts of 400 tokens (prompt_tokens), but these have 600" in length
+    for quiet in (note(600), note(450, speedup=1.5), note(300, speedup=1.5)):
+        assert quiet == [repeated, skipped]
 
 
 def test_a_speedup_is_solved_for_no_more_tokens_than_prompts_may_have() -> None:

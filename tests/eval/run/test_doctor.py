@@ -70,7 +70,6 @@ FACTS = [
     ("model=llama2", "", "rows", "missing", "lazyllm-bench fetch dataset=all"),
     ("dataset=longbench_e", "", "rows", "missing", "lazyllm-bench fetch dataset=longbench_e"),
     ("dataset=ruler", "", "rows", "missing", "simonjegou/ruler is not cached"),
-    ("dataset=longbench_v2", "", "rows", "missing", "lazyllm-bench fetch dataset=longbench_v2"),
     ("dataset=hotpotqa data.dir=.", "", "rows", "missing", r"data\.dir=\.: "),
     ("dataset=needle", "", "rows", "ok", "needle can be loaded"),
     ("model=tiny", "", "rows", "not needed", "the suite brings its own"),

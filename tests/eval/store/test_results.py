@@ -113,15 +113,15 @@ def test_groups_are_named_by_their_runs() -> None:
         }.items()
         for method in methods
     ]
-    assert [results.name for results in share(runs)] == [
-        "lazy+fastkv",
-        "lazy",
-        "lazy-3",
-        "baseline",
-    ]
-    for run, label in zip(runs, ("figure5", "tuned/mine"), strict=False):
+    # by what keeps them apart, unless all runs have labels
+    assert [results.name for results in share(runs)] == [f"engine={number}" for number in "1234"]
+    for run, label in zip(runs, ("figure5", "tuned/mine", "figure5"), strict=False):
         run.about["config"]["label"] = label
-    assert share(runs)[0].name == "figure5+tuned_mine"
+    assert [results.name for results in share(runs)] == [
+        "figure5+tuned_mine", "figure5", "engine=3", "engine=4",
+    ]  # fmt: skip
+    runs[1].about["config"]["label"] = "figure5"
+    assert [results.name for results in share(runs)][:2] == ["figure5", "figure5-2"]
 
 
 def test_a_command_reads_all_groups_and_says_why_there_are_several(
@@ -133,7 +133,7 @@ def test_a_command_reads_all_groups_and_says_why_there_are_several(
         ["1"],
         ["2"],
     ]
-    assert "runs that differ in engine (1, 2) share no table: lazy; lazy-2" in caplog.messages
+    assert "runs that differ in engine (1, 2) share no table: engine=1; engine=2" in caplog.messages
     assert len(read_results([tmp_path], ["engine=2"])) == 1
 
 
