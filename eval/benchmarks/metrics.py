@@ -6,8 +6,6 @@ unique words. Google's `rouge-score` differs from it by several points and is re
 Code is compared by `fuzz.ratio` of the package `fuzzywuzzy`, always with difflib:
 python-Levenshtein, which it uses where it is installed, gives other numbers.
 
-LongBench v2 (`pred.py`, same commit): whether the answer names the right letter.
-
 RULER (`scripts/eval/synthetic/constants.py` and `scripts/eval/evaluate.py`, commit c3f5e3b): gold
 answers contained.
 
@@ -162,14 +160,6 @@ def _fuzz() -> Any:
     return fuzz
 
 
-def _letter(answer: str, answers: Sequence[str]) -> bool:
-    """Whether the answer's letter is the gold one: in brackets first, asterisks ignored."""
-    answer = answer.replace("*", "")
-    says = "The correct answer is "
-    found = re.search(rf"{says}\(([A-D])\)", answer) or re.search(rf"{says}([A-D])", answer)
-    return found is not None and found[1] in answers
-
-
 def _contained(answer: str, answers: Sequence[str]) -> list[bool]:
     """Whether each gold answer is in the answer, ignoring case.
 
@@ -214,7 +204,6 @@ METRICS: dict[str, Metric] = {
     "retrieval": _best(retrieval),
     "count": _best(count),
     "code_similarity": _best(code_similarity),
-    "multiple_choice": _over_all(_letter),
     "string_match_all": _over_all(_share_contained),
     "string_match_part": _over_all(lambda answer, golds: any(_contained(answer, golds))),
     "substring": _over_all(lambda answer, answers: answers[0] in answer),

@@ -3,8 +3,7 @@ baseline's answer.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -18,6 +17,8 @@ from eval.benchmarks.metrics import score_example, second_score
 from eval.benchmarks.prompts import Prompt
 from eval.store.record import Answer, compact_counts
 from lazyllm import Generation
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.session import step_together
 from lazyllm.measuring import utilisation
 from lazyllm.methods import Method
 
@@ -94,29 +95,62 @@ class Reference:
     """The baseline's answer of a visit.
 
     forced: {`answer` or `gold`: token ids that are fed to every arm and to the baseline}.
+    logits: {(prompt that has run, `answer` or `gold`): those of `Generation.forced_logits`}, as far
+        as they are known already.
     """
 
     measured: Measured
     forced: Mapping[str, tuple[int, ...]]
+    logits: dict[tuple[Generation, str], Tensor] = field(default_factory=dict)
 
     def compare(self, measured: Measured) -> dict[str, Any]:
         """The fields of `Answer` that compare an arm's answer with it."""
         fields = compare_generations(self.measured.generation, measured.generation)
         for name, ids in self.forced.items():
-            kl, log_likelihood = compare_forced(
-                self._logits[name], _forced_logits(measured, ids), ids
-            )
+            baseline, method = self._logits(self.measured, name), self._logits(measured, name)
+            kl, log_likelihood = compare_forced(baseline, method, ids)
             fields |= {f"{name}_kl": kl, f"{name}_log_likelihood": log_likelihood}
         return fields
 
-    @cached_property
-    def _logits(self) -> dict[str, Tensor]:
-        return {name: _forced_logits(self.measured, ids) for name, ids in self.forced.items()}
+    def _logits(self, measured: Measured, name: str) -> Tensor:
+        prefilled = measured.prefilled
+        assert prefilled is not None  # `Bench` keeps it for forced answers
+        if (prefilled, name) not in self.logits:
+            self.logits[prefilled, name] = prefilled.forced_logits(self.forced[name])
+        return self.logits[prefilled, name]
+
+    @torch.inference_mode()
+    def force_together(self, prefilled: Sequence[Generation], size: int) -> None:
+        """Feed every answer to every prompt that has run, up to `size` in each step, for `compare`.
+
+        Logits are those of `Generation.forced_logits`, up to rounding. Prompts that ran in several
+        batches are left to it.
+        """
+        if len({id(kept.session.decoder) for kept in prefilled}) > 1:
+            return
+        pairs = [(kept, name) for name in self.forced for kept in prefilled]
+        for start in range(0, len(pairs), size):
+            chosen = pairs[start : start + size]
+            forced = [(kept.fork(), self.forced[name]) for kept, name in chosen]
+            for pair, logits in zip(chosen, _force(forced), strict=True):
+                self.logits[pair] = logits
 
 
-def _forced_logits(measured: Measured, token_ids: Sequence[int]) -> Tensor:
-    assert measured.prefilled is not None  # `Bench` keeps it for forced answers
-    return measured.prefilled.forced_logits(token_ids)
+def _force(forced: Sequence[tuple[Generation, tuple[int, ...]]]) -> list[Tensor]:
+    """Run given answers in prompts that have run, of one open model: their logits [t, v]."""
+    logits = [[generation.first_logits] for generation, _ in forced]
+    decoder = forced[0][0].session.decoder
+    with open_decoder(decoder.model, decoder):
+        for place in range(max(len(ids) for _, ids in forced) - 1):
+            going = [number for number, (_, ids) in enumerate(forced) if place < len(ids) - 1]
+            sessions = [forced[number][0].session for number in going]
+            tokens = [torch.tensor(forced[number][1][place : place + 1]) for number in going]
+            rows = step_together(sessions, [token.to(decoder.device) for token in tokens])
+            for number, row in zip(going, rows, strict=True):
+                logits[number].append(row)
+    for generation, _ in forced:
+        generation.session.check_selected_values()
+    return [torch.stack(rows).cpu() for rows in logits]
 
 
 def compare_generations(baseline: Generation, generation: Generation) -> dict[str, Any]:

@@ -122,6 +122,11 @@ class Bench:
         """The visit of all arms' answers, compared with the baseline's after all were timed."""
         baseline, arms = outcomes.get(self.baseline or ""), dict[str, Answer | Failure]()
         reference = self._reference(prompt, baseline) if isinstance(baseline, Measured) else None
+        measured = [outcome for outcome in outcomes.values() if isinstance(outcome, Measured)]
+        prefilled = [outcome.prefilled for outcome in measured if outcome.prefilled is not None]
+        if reference is not None and self.batch_size > 1 and prefilled:
+            force = partial(reference.force_together, prefilled, self.batch_size)
+            self._attempt(prompt, force)  # what fails is forced again, alone
         for arm in self.arms:
             outcome = outcomes.get(arm.label)
             if isinstance(outcome, Measured):
@@ -130,9 +135,7 @@ class Bench:
                 arms[arm.label] = self._attempt(prompt, partial(answer_of, *about))
             elif outcome is not None:
                 arms[arm.label] = outcome
-        self._forget(
-            [measured.prefilled for measured in outcomes.values() if isinstance(measured, Measured)]
-        )
+        self._forget(prefilled)
         ceiling = attention_ceiling(self.model.config, len(prompt.token_ids))
         return Visit(
             dataset=prompt.dataset.name,

@@ -128,25 +128,6 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
         # For a repeated name, the first occurrence is removed.
         ("a b", "a b", 1 / 2, ["a", "a", "a b"]),
     ],
-    "multiple_choice": [
-        ("The correct answer is (B)", "B", 1),
-        ("**The correct answer is (C)**", "C", 1),
-        ("The correct answer is **(D)**.", "D", 1),
-        ("The correct answer is A", "A", 1),
-        ("The correct answer is Because", "B", 1),  # no end of a word is asked for
-        ("The correct answer is A. No: The correct answer is (C)", "C", 1),
-        ("The correct answer is (E). The correct answer is (B)", "B", 1),
-        ("The correct answer is (*A*)", "A", 1),
-        ("The correct answer is ( B )", tuple("ABCD"), 0),
-        ("The correct answer is (b)", tuple("ABCD"), 0),
-        ("the correct answer is (B)", tuple("ABCD"), 0),
-        ("The correct answer is: (B)", tuple("ABCD"), 0),
-        ("The correct  answer is (B)", tuple("ABCD"), 0),
-        ("The correct answer\nis (B)", tuple("ABCD"), 0),
-        ("The correct answer is (B", tuple("ABCD"), 0),
-        ("(A)", tuple("ABCD"), 0),
-        ("", tuple("ABCD"), 0),
-    ],
     "string_match_all": [
         (" 7374122.", "7374122", 1),
         ("73741 22", "7374122", 0),

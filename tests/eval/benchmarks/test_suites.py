@@ -28,9 +28,7 @@ def test_names_are_unique_and_every_dataset_can_be_scored() -> None:
     assert all(each.suite == name for name, suite in SUITES.items() for each in suite.datasets)
     metrics = {dataset.metric for dataset in datasets if dataset.name != "random"}  # no score
     # only of rows that a YAML file describes
-    assert {*METRICS} - metrics == {
-        "multiple_choice", "node_f1", "string_match_part", "substring",
-    }  # fmt: skip
+    assert {*METRICS} - metrics == {"node_f1", "string_match_part", "substring"}
 
 
 def test_names_of_settings_choose_datasets_tasks_and_suites() -> None:

@@ -32,6 +32,7 @@ from eval.store.folder import read_about, read_visits
 from eval.store.record import Visit
 from lazyllm.engine import decoder, session
 from lazyllm.engine.flops import attention_ceiling
+from lazyllm.engine.generation import Generation
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, PromptCompression
 from lazyllm.methods.support import other_models
@@ -475,3 +476,20 @@ def test_no_timed_prefill_is_the_first_of_its_shapes(monkeypatch, batch_size: in
     assert len(timed) > len(arms)
     assert not early
     assert untimed >= timed  # the draft's check, once, is untimed too
+
+
+def test_answers_of_a_batch_are_forced_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alone(generation: Generation, token_ids: Any) -> Any:
+        raise RuntimeError("forced alone")
+
+    monkeypatch.setattr(Generation, "forced_logits", alone)
+    arms = [ARMS[0], ARMS[2]]
+    together = measured(small(tmp_path, 8, arms=arms).config)
+    assert (together.failed, len(together.visits)) == ({}, 6)
+    for visit in together.visits:
+        compared_arms = [answer for label, answer in visit.answers.items() if label != "baseline"]
+        assert len(compared_arms) == 3
+        assert all(answer.answer_kl and answer.gold_kl for answer in compared_arms)
+    assert len(measured(small(tmp_path, 1, arms=arms).config).failed) == 18  # answers alone
