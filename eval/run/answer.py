@@ -123,11 +123,8 @@ class Reference:
     def force_together(self, prefilled: Sequence[Generation], size: int) -> None:
         """Feed every answer to every prompt that has run, up to `size` in each step, for `compare`.
 
-        Logits are those of `Generation.forced_logits`, up to rounding. Prompts that ran in several
-        batches are left to it.
+        Logits are those of `Generation.forced_logits`, up to rounding.
         """
-        if len({id(kept.session.decoder) for kept in prefilled}) > 1:
-            return
         pairs = [(kept, name) for name in self.forced for kept in prefilled]
         for start in range(0, len(pairs), size):
             chosen = pairs[start : start + size]
@@ -140,6 +137,8 @@ def _force(forced: Sequence[tuple[Generation, tuple[int, ...]]]) -> list[Tensor]
     """Run given answers in prompts that have run, of one open model: their logits [t, v]."""
     logits = [[generation.first_logits] for generation, _ in forced]
     decoder = forced[0][0].session.decoder
+    for generation, _ in forced:
+        generation.session.decoder = decoder  # answers that decoded alone had one each
     with open_decoder(decoder.model, decoder):
         for place in range(max(len(ids) for _, ids in forced) - 1):
             going = [number for number, (_, ids) in enumerate(forced) if place < len(ids) - 1]

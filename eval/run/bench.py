@@ -34,6 +34,8 @@ from lazyllm.models.load import load_weights
 
 log = logging.getLogger(__name__)
 
+FORCED = 4  # answers that are forced in each step, untimed, at least
+
 T = TypeVar("T")
 PlannedVisit = tuple[Prompt, Sequence[Arm]]  # a prompt, and the arms that answer it, in order
 Pair = tuple[Prompt, Arm]
@@ -124,9 +126,10 @@ class Bench:
         reference = self._reference(prompt, baseline) if isinstance(baseline, Measured) else None
         measured = [outcome for outcome in outcomes.values() if isinstance(outcome, Measured)]
         prefilled = [outcome.prefilled for outcome in measured if outcome.prefilled is not None]
-        if reference is not None and self.batch_size > 1 and prefilled:
-            force = partial(reference.force_together, prefilled, self.batch_size)
-            self._attempt(prompt, force)  # what fails is forced again, alone
+        if reference is not None and prefilled:
+            force = partial(reference.force_together, prefilled, max(self.batch_size, FORCED))
+            if isinstance(failed := self._attempt(prompt, force), Failure):
+                log.warning("forced answers run again, one at a time: %s", failed.error)
         for arm in self.arms:
             outcome = outcomes.get(arm.label)
             if isinstance(outcome, Measured):

@@ -166,8 +166,11 @@ def test_keeping_everything_is_the_baseline(visits) -> None:
             1,
         )
         assert whole.leading_tokens == len(baseline.token_ids)
-        assert (whole.answer_kl, whole.answer_log_likelihood) == (0, 0)
-        assert (whole.gold_kl, whole.gold_log_likelihood) == (0, 0)
+        # forced together: products of several tokens round by their place among them
+        forced = (
+            whole.answer_kl, whole.answer_log_likelihood, whole.gold_kl, whole.gold_log_likelihood,
+        )  # fmt: skip
+        assert forced == pytest.approx((0, 0, 0, 0), abs=1e-8)
         assert whole.prefill_flops == baseline.prefill_flops
 
 
@@ -478,18 +481,18 @@ def test_no_timed_prefill_is_the_first_of_its_shapes(monkeypatch, batch_size: in
     assert untimed >= timed  # the draft's check, once, is untimed too
 
 
-def test_answers_of_a_batch_are_forced_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [1, 8])
+def test_answers_are_forced_together(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def alone(generation: Generation, token_ids: Any) -> Any:
         raise RuntimeError("forced alone")
 
     monkeypatch.setattr(Generation, "forced_logits", alone)
     arms = [ARMS[0], ARMS[2]]
-    together = measured(small(tmp_path, 8, arms=arms).config)
+    together = measured(small(tmp_path, size, arms=arms).config)
     assert (together.failed, len(together.visits)) == ({}, 6)
     for visit in together.visits:
         compared_arms = [answer for label, answer in visit.answers.items() if label != "baseline"]
         assert len(compared_arms) == 3
         assert all(answer.answer_kl and answer.gold_kl for answer in compared_arms)
-    assert len(measured(small(tmp_path, 1, arms=arms).config).failed) == 18  # answers alone
