@@ -131,9 +131,9 @@ def test_tables_rows_and_columns_are_inserted() -> None:
     ]
     head, rule, *rows = table_of("results/demo/demo.md needle columns 2-4")
     assert (head, rule) == ("| method | n | score |", "|---|---:|---:|")
-    assert [row.split("|")[1].strip() for row in rows][:2] == ["baseline", "lazy"]
+    assert [row.split("|")[1].strip() for row in rows][:2] == ["baseline", "lazy 1.5x"]
     _, _, *rows = table_of(r"results/demo/demo.md needle.. \| (lazy|static) columns 2")
-    assert [row.strip("| ") for row in rows] == ["lazy", "static_pruning"]
+    assert [row.strip("| ") for row in rows] == ["lazy 1.5x", "static_pruning 1.5x"]
     head, rule, *_ = table_of("results/demo/demo.md needle columns 1-2,4")
     assert (head, rule) == ("| **task**, dataset | method | score |", "|---|---|---:|")
     with pytest.raises(FileNotFoundError):
