@@ -284,7 +284,7 @@ def _hint(key: str, kind: type[Settings]) -> str:
     group = key.partition(".")[0]
     if group == "method":
         keys = {f"method.{name}" for kind in METHODS.values() for name in settings_of(kind)}
-        near = difflib.get_close_matches(key, keys - {key}, 1)
+        near = difflib.get_close_matches(key, keys, 1)
         meant = f"did you mean {near[0]}? " if near and key not in keys else ""
         lists = "lazyllm-bench methods lists each one's hyperparameters"
         return f": {meant}method=NAME chooses a method; {lists}"

@@ -189,7 +189,9 @@ def check_rows(runs: Sequence[RunConfig]) -> State:
     for run in runs:
         try:
             datasets, data = choose_data(run)  # refuses rows that are missing, as a run does
-            is_here = data.dir is not None or any(getattr(one, "file", "") for one in datasets)
+            is_here = data.dir is not None or any(
+                getattr(dataset, "file", "") for dataset in datasets
+            )
             loaded = read_rows(run, datasets, data) if is_here else []
         except UserError as error:
             return MISSING, str(error)

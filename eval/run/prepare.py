@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 # restored in a sweep, where an earlier job may have set its own number
 DEFAULT_THREADS = torch.get_num_threads()
 
-NEAR = 0.8  # of `prompt_tokens`: a run warns of other mean lengths
+NEAR = 0.8  # of `prompt_tokens`
 
 Methods = Mapping[tuple[str, str], Method]  # {(label of an arm, name of a dataset): its method}
 
@@ -105,11 +105,7 @@ def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
         config.batch_size, spec, [*methods.values()], limit, new_tokens, memory
     )
     prompts = make_prompts(config, rows, tokenizer, chat, data, limit, methods)
-    cautions = [*filter(None, map(_find_repeats, rows)), *_list_skipped(rows)]
-    if any(arm.solves for arm in arms):
-        cautions += _compare_lengths(prompts, limit)
-    for caution in cautions:
-        log.warning("%s", caution)
+    cautions = [*left_out, *_list_cautions(rows, prompts, arms, limit)]
     threads = config.threads or torch.get_num_threads()
     counts_cpu_time = device.type == "cpu" and suite.tokenizer is not None and threads == 1
     identity = identity_of(
@@ -137,7 +133,7 @@ def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
         prompts=tuple(prompts),
         batch_size=batch_size,
         identity=identity,
-        about=_about(config, spec, datasets, rows, device_name(device), [*left_out, *cautions]),
+        about=_about(config, spec, datasets, rows, device_name(device), cautions),
         folder=Path(config.out or runs / _folder_name(config, arms, datasets, identity)),
         title=title,
         counts_cpu_time=counts_cpu_time,
@@ -312,19 +308,26 @@ def make_prompts(
     return prompts
 
 
-def _find_repeats(rows: LoadedDataset) -> str:
-    """Say how many rows repeat others; "" if none does."""
-    examples = rows.examples
-    different = {(row.instruction, row.context, row.input, row.answers) for row in examples}
-    repeated = f"{len(examples) - len(different)} of {len(examples)} rows repeat others"
-    if len(different) == len(examples):
-        return ""
-    return f"{rows.dataset.name}: {repeated}, but count as independent"
+def _list_cautions(
+    rows: Sequence[LoadedDataset], prompts: Sequence[Prompt], arms: Sequence[Arm], limit: int
+) -> list[str]:
+    """Log and return what the run's table must say of its rows."""
+    cautions = [*_describe_rows(rows)]
+    if any(arm.solves for arm in arms):
+        cautions += _compare_lengths(prompts, limit)
+    for caution in cautions:
+        log.warning("%s", caution)
+    return cautions
 
 
-def _list_skipped(rows: Sequence[LoadedDataset]) -> Iterator[str]:
-    """Say of each dataset how many invalid rows were left out, and why the first one was."""
+def _describe_rows(rows: Sequence[LoadedDataset]) -> Iterator[str]:
+    """Say of each dataset how many rows repeat others, and how many are skipped."""
     for loaded in rows:
+        examples = loaded.examples
+        different = {(row.instruction, row.context, row.input, row.answers) for row in examples}
+        if repeated := len(examples) - len(different):
+            share = f"{repeated} of {len(examples)} rows repeat others"
+            yield f"{loaded.dataset.name}: {share}, but count as independent"
         if loaded.skipped:
             count, (where, reason) = counted(len(loaded.skipped), "row"), loaded.skipped[0]
             yield f"skipped {count} (data.on_error=skip), the first: {where}: {reason}"

@@ -169,7 +169,7 @@ def read_results(folders: Sequence[Path], where: Sequence[str] = ()) -> list[Res
     """
     groups, damaged = read_whole(folders, where)
     if damaged:
-        instead = "a run's command sets its damage aside; or give other folders"
+        instead = "a run's command sets damage aside; or give other folders"
         raise UserError("; ".join([*damaged, instead]))
     return groups
 

@@ -23,7 +23,7 @@ from lazyllm.methods import Lazy, Method, by_name, settings_of
 if TYPE_CHECKING:
     import pandas as pd
 
-SLOW = 2  # times the TTFT of a prefill of as many FLOPs: only other work makes it so
+SLOW = 2  # times the TTFT of as many FLOPs: other work makes it so
 
 # LazyLLM's switches
 _USUAL = {name: value for name, value in settings_of(Lazy).items() if isinstance(value, bool)}
@@ -238,9 +238,13 @@ class StoredRun:
         """Say how many prefills took far longer than one of as many FLOPs; "" if none did."""
         rows: Any = self.rows.sort_values("prefill_flops", ascending=False, kind="stable")
         slow = (rows["ttft_s"] > SLOW * rows.groupby("arm")["ttft_s"].cummin()).sum()
-        return slow and (
-            f"{slow} of {len(rows)} TTFTs are more than {SLOW} times that of an arm's longer "
-            "prompt: other work slowed them (out=FOLDER measures anew)"
+        return (
+            ""
+            if not slow
+            else (
+                f"{slow} of {len(rows)} TTFTs are more than {SLOW} times that of an arm's longer "
+                "prompt: other work slowed them (out=FOLDER measures anew)"
+            )
         )
 
     @property

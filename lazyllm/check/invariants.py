@@ -61,7 +61,7 @@ def counts_what_it_computes(
     """A method computes what it declares, and each token that a layer runs is counted."""
     n, depth = len(prompt), Depth.of(model.config)
     check_same_as_model(model)  # before counting, as it runs the layers too
-    with _tokens_run(model) as runs, _positions_checked(method):
+    with _tokens_run(model) as runs, _pruning_checked(method):
         first = generate(model, prompt, method, 1, ())
     prefilled, scored = first.computed[0].mean(), first.scoring_tokens
     before = sum(runs) / depth.count - prefilled
@@ -144,10 +144,8 @@ def _holds(condition: bool, message: str) -> None:
 
 
 @contextmanager
-def _positions_checked(method: Method) -> Iterator[None]:
-    """Check that `Method.prune` leaves the positions it is given as they are, and no score is
-    NaN.
-    """
+def _pruning_checked(method: Method) -> Iterator[None]:
+    """Check that `prune` leaves the positions it is given as they are, and scores none NaN."""
     prune = type(method).prune
 
     def checked(self: Method, at: Boundary, recorded: list[torch.Tensor]) -> Selection:
@@ -159,10 +157,10 @@ def _positions_checked(method: Method) -> Iterator[None]:
         return kept
 
     kind: Any = type(method)
-    score = getattr(kind, "score", None)
+    score: Any = getattr(kind, "score", None)  # a `Prune` has it
 
     def scored(self: Any, at: Boundary, recorded: list[torch.Tensor]) -> Any:
-        scores: Any = score and score(self, at, recorded)
+        scores = score(self, at, recorded)
         has_nan = torch.is_tensor(scores) and bool(scores.isnan().any())
         _holds(not has_nan, f"scored NaN after layer {at.layer}")
         return scores
