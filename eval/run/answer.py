@@ -138,7 +138,7 @@ def _force(forced: Sequence[tuple[Generation, tuple[int, ...]]]) -> list[Tensor]
     logits = [[generation.first_logits] for generation, _ in forced]
     decoder = forced[0][0].session.decoder
     for generation, _ in forced:
-        generation.session.decoder = decoder  # answers that decoded alone had one each
+        generation.session.decoder = decoder  # alone, each had its own
     with open_decoder(decoder.model, decoder):
         for place in range(max(len(ids) for _, ids in forced) - 1):
             going = [number for number, (_, ids) in enumerate(forced) if place < len(ids) - 1]
