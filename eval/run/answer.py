@@ -17,8 +17,7 @@ from eval.benchmarks.metrics import score_example, second_score
 from eval.benchmarks.prompts import Prompt
 from eval.store.record import Answer, compact_counts
 from lazyllm import Generation
-from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.session import step_together
+from lazyllm.engine.generation import force
 from lazyllm.measuring import utilisation
 from lazyllm.methods import Method
 
@@ -95,8 +94,7 @@ class Reference:
     """The baseline's answer of a visit.
 
     forced: {`answer` or `gold`: token ids that are fed to every arm and to the baseline}.
-    logits: {(prompt that has run, `answer` or `gold`): those of `Generation.forced_logits`}, as far
-        as they are known already.
+    logits: {(prompt that has run, `answer` or `gold`): those of `force`}, as far as they are known.
     """
 
     measured: Measured
@@ -116,40 +114,22 @@ class Reference:
         prefilled = measured.prefilled
         assert prefilled is not None  # `Bench` keeps it for forced answers
         if (prefilled, name) not in self.logits:
-            self.logits[prefilled, name] = prefilled.forced_logits(self.forced[name])
+            [self.logits[prefilled, name]] = force([prefilled], [self.forced[name]])
         return self.logits[prefilled, name]
 
-    @torch.inference_mode()
-    def force_together(self, prefilled: Sequence[Generation], size: int) -> None:
+    def force_together(self, answers: Sequence[Measured], size: int) -> None:
         """Feed every answer to every prompt that has run, up to `size` in each step, for `compare`.
 
-        Logits are those of `Generation.forced_logits`, up to rounding.
+        Logits are those of a prompt alone, up to rounding. Methods that cannot be batched are left
+        out: they run alone in `compare`.
         """
-        pairs = [(kept, name) for name in self.forced for kept in prefilled]
+        kept = [measured.prefilled for measured in answers if measured.method.can_batch]
+        pairs = [(prefilled, name) for name in self.forced for prefilled in kept if prefilled]
         for start in range(0, len(pairs), size):
             chosen = pairs[start : start + size]
-            forced = [(kept.fork(), self.forced[name]) for kept, name in chosen]
-            for pair, logits in zip(chosen, _force(forced), strict=True):
-                self.logits[pair] = logits
-
-
-def _force(forced: Sequence[tuple[Generation, tuple[int, ...]]]) -> list[Tensor]:
-    """Run given answers in prompts that have run, of one open model: their logits [t, v]."""
-    logits = [[generation.first_logits] for generation, _ in forced]
-    decoder = forced[0][0].session.decoder
-    for generation, _ in forced:
-        generation.session.decoder = decoder  # alone, each had its own
-    with open_decoder(decoder.model, decoder):
-        for place in range(max(len(ids) for _, ids in forced) - 1):
-            going = [number for number, (_, ids) in enumerate(forced) if place < len(ids) - 1]
-            sessions = [forced[number][0].session for number in going]
-            tokens = [torch.tensor(forced[number][1][place : place + 1]) for number in going]
-            rows = step_together(sessions, [token.to(decoder.device) for token in tokens])
-            for number, row in zip(going, rows, strict=True):
-                logits[number].append(row)
-    for generation, _ in forced:
-        generation.session.check_selected_values()
-    return [torch.stack(rows).cpu() for rows in logits]
+            token_ids = [self.forced[name] for _, name in chosen]
+            logits = force([prefilled for prefilled, _ in chosen], token_ids)
+            self.logits.update(zip(chosen, logits, strict=True))
 
 
 def compare_generations(baseline: Generation, generation: Generation) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Bench:
         measured = [outcome for outcome in outcomes.values() if isinstance(outcome, Measured)]
         prefilled = [outcome.prefilled for outcome in measured if outcome.prefilled is not None]
         if reference is not None and prefilled:
-            force = partial(reference.force_together, prefilled, max(self.batch_size, FORCED))
+            force = partial(reference.force_together, measured, max(self.batch_size, FORCED))
             if isinstance(failed := self._attempt(prompt, force), Failure):
                 log.warning("forced answers run again, one at a time: %s", failed.error)
         for arm in self.arms:

@@ -161,23 +161,6 @@ class Generation:
         """Bytes that the caches of a growing generation take, room for more tokens included."""
         return self.session.allocated_bytes
 
-    @torch.inference_mode()
-    def forced_logits(self, token_ids: Sequence[int]) -> Tensor:
-        """Compute [t, v], on the host: the logits before each of t tokens, if these are the answer.
-
-        Call it after the prefill; t is at most `max_new_tokens`. Each token but the last runs as a
-        decoding step of the method, in a fork. Raises UserError for a model that is generating, and
-        for a bad selection.
-        """
-        twin, logits = self.fork(), [self.first_logits]
-        decoder = twin.session.decoder
-        with open_decoder(decoder.model, decoder), _naming_bad_selections([twin]):
-            for token_id in token_ids[:-1]:
-                token = torch.full((1,), token_id, device=decoder.device)
-                logits.append(twin.session.step(token))
-        twin.session.check_selected_values()
-        return torch.stack(logits).cpu()
-
 
 def generate(
     model: PreTrainedModel,
@@ -232,6 +215,36 @@ def step(generations: Sequence[Generation]) -> None:
             torch.full((1,), generation.token_ids[-1], device=device) for generation in generations
         ]
         _choose(generations, step_together(sessions, last))
+
+
+@torch.inference_mode()
+def force(prefilled: Sequence[Generation], answers: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Compute [t, v], on the host: the logits before each of t tokens, if these are the answer.
+
+    prefilled: generations of one model after their prefill, which stay as they are.
+    answers: for each, at most `max_new_tokens` tokens. All but the last run as decoding steps of
+        the method, in a fork, together with the others'.
+
+    Raises UserError for a model that is generating, and for a bad selection.
+    """
+    twins = [generation.fork() for generation in prefilled]
+    logits = [[generation.first_logits] for generation in prefilled]
+    decoder = twins[0].session.decoder
+    for twin in twins:
+        twin.session.decoder = decoder  # each had its own
+    with open_decoder(decoder.model, decoder), _naming_bad_selections(twins):
+        for place in range(max(map(len, answers)) - 1):
+            going = [index for index, ids in enumerate(answers) if place < len(ids) - 1]
+            token_ids = [torch.tensor(answers[index][place : place + 1]) for index in going]
+            rows = step_together(
+                [twins[index].session for index in going],
+                [token_id.to(decoder.device) for token_id in token_ids],
+            )
+            for index, row in zip(going, rows, strict=True):
+                logits[index].append(row)
+    for twin in twins:
+        twin.session.check_selected_values()
+    return [torch.stack(rows).cpu() for rows in logits]
 
 
 def _choose(generations: Sequence[Generation], logits: Tensor) -> None:

@@ -15,7 +15,7 @@ from eval.benchmarks.prompts import gold_token_ids
 from eval.run.answer import compare_forced, compare_generations, edit_similarity
 from lazyllm import Prompt
 from lazyllm.engine import generation
-from lazyllm.engine.generation import Forced, Generation, answer
+from lazyllm.engine.generation import Forced, Generation, answer, force
 from lazyllm.methods import Baseline, Lazy, Method
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
@@ -73,10 +73,14 @@ def test_forks_of_a_prefill_are_forced_runs_of_their_own(row: Row) -> None:
     assert np.array_equal(out.computed, alone.computed)
     (prefilled,) = kept
     assert prefilled.nbytes >= out.kv_bytes // 2 > 0
-    for forced in (alone.token_ids, random_prompt(6)[0], random_prompt(2)[0]):
-        expected = forced_logits(model, prompt, method, forced)
-        found = prefilled.forced_logits(forced)
-        torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+    answers = [alone.token_ids, random_prompt(6)[0], random_prompt(2)[0]]
+    expected = [forced_logits(model, prompt, method, forced) for forced in answers]
+    for size in (1, len(answers)) if method.can_batch else (1,):
+        for start in range(0, len(answers), size):
+            chosen = answers[start : start + size]
+            found = force([prefilled] * len(chosen), chosen)
+            for ours, theirs in zip(found, expected[start:], strict=False):
+                torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
 
 
 def test_time_after_the_prefill_is_in_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import Prompt, gold_token_ids
 from eval.benchmarks.suite import Example
+from eval.run import answer as answer_module
 from eval.run import bench as bench_module
 from eval.run.answer import score_of
 from eval.run.bench import Bench
@@ -32,7 +33,7 @@ from eval.store.folder import read_about, read_visits
 from eval.store.record import Visit
 from lazyllm.engine import decoder, session
 from lazyllm.engine.flops import attention_ceiling
-from lazyllm.engine.generation import Generation
+from lazyllm.engine.generation import force
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, PromptCompression
 from lazyllm.methods.support import other_models
@@ -485,10 +486,11 @@ def test_no_timed_prefill_is_the_first_of_its_shapes(monkeypatch, batch_size: in
 def test_answers_are_forced_together(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def alone(generation: Generation, token_ids: Any) -> Any:
-        raise RuntimeError("forced alone")
+    def refuse_single(prefilled: Any, answers: Any) -> Any:
+        assert len(prefilled) > 1
+        return force(prefilled, answers)
 
-    monkeypatch.setattr(Generation, "forced_logits", alone)
+    monkeypatch.setattr(answer_module, "force", refuse_single)
     arms = [ARMS[0], ARMS[2]]
     together = measured(small(tmp_path, size, arms=arms).config)
     assert (together.failed, len(together.visits)) == ({}, 6)
