@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -259,7 +260,7 @@ class Claim:
         if not parts or lacking:
             return NOT_RUN
         if self.holds:
-            obeys = [self._obeys(part) for part in parts]
+            obeys = self._obey(parts)
             return FAILS if FAILS in obeys else UNDECIDED if UNDECIDED in obeys else HOLDS
         if paper_model not in self.paper:
             return NO_NUMBER
@@ -274,20 +275,20 @@ class Claim:
             return AGREES
         return HIGHER if low > paper + allowed else LOWER if high < paper - allowed else UNDECIDED
 
-    def _obeys(self, part: Value) -> str:
-        """Of one part: the whole interval obeys the rule, or none of it, or it is undecided, as
-        in a tie.
+    def _obey(self, parts: list[Value]) -> list[str]:
+        """Of each part: its whole interval obeys the rule, or none of it, even if widened for the
+        number of parts, or it is undecided, as in a tie.
         """
-        sign, bound = self.holds.split()
-        ends = {bool(_RULES[sign](end, float(bound))) for end in part[1:]}
-        is_tie = set(part) == {float(bound)} and sign in "<>"
-        return (
-            UNDECIDED
-            if np.isnan(part).any() or len(ends) > 1 or is_tie
-            else HOLDS
-            if ends == {True}
-            else FAILS
-        )
+        sign, number = self.holds.split()
+        rule, bound, found = _RULES[sign], float(number), list[str]()
+        for part in parts:
+            ends = np.array(part[1:])
+            wide = part[0] + _widening(len(parts)) * (ends - part[0])
+            known = not np.isnan(part).any() and (set(part) != {bound} or "=" in sign)
+            obeys = known and rule(ends, bound).all()
+            disobeys = known and not rule(wide, bound).any()
+            found.append(HOLDS if obeys else FAILS if disobeys else UNDECIDED)
+        return found
 
     def rows_to_decide(self, parts: list[Value], rows: int) -> float:
         """About how many rows decide an undecided direction: intervals narrow with their root, and
@@ -295,11 +296,11 @@ class Claim:
         """
         sign, bound = self.holds.split()
         needed: dict[bool, list[float]] = {True: [], False: []}
-        for part in parts:
-            is_open = self._obeys(part) == UNDECIDED and not np.isnan(part).any()
-            if is_open and part[0] != float(bound):
-                ratio = (part[2] - part[1]) / 2 / (part[0] - float(bound))
-                needed[_RULES[sign](part[0], float(bound))].append(rows * ratio**2)
+        for part, verdict in zip(parts, self._obey(parts), strict=True):
+            if verdict == UNDECIDED and not np.isnan(part).any() and part[0] != float(bound):
+                obeys = _RULES[sign](part[0], float(bound))
+                half = (part[2] - part[1]) / 2 * (1 if obeys else _widening(len(parts)))
+                needed[obeys].append(rows * (half / (part[0] - float(bound))) ** 2)
         return min(needed[False], default=max(needed[True], default=np.nan))
 
     def ours(self, parts: list[Value]) -> str:
@@ -311,12 +312,18 @@ class Claim:
             return Column("value", "", self.digits, widest=self.widest).cell(
                 dict(zip(forms("value"), parts[0], strict=True))
             )
-        obeys = [self._obeys(part) for part in parts]
+        obeys = self._obey(parts)
         low, high = (f"{value:.{self.digits}f}" for value in (min(values), max(values)))
         return (
             f"{low} to {high}: {obeys.count(HOLDS)} of {len(parts)} hold, {obeys.count(FAILS)} do "
             "not"
         )
+
+
+def _widening(parts: int) -> float:
+    """How much wider intervals must be for all of them to hold at 95 % (Bonferroni; normal)."""
+    quantile = NormalDist().inv_cdf
+    return quantile(1 - 0.025 / parts) / quantile(0.975)
 
 
 def _values(rows: Any, column: str) -> list[Value]:

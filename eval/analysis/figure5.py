@@ -53,20 +53,9 @@ def data(results: Results) -> pd.DataFrame:
             sorted(set(panel["task"])),
         )
         parts += [panel, points.assign(model=model, suite=suite)]
-    columns = [
-        *SECTION,
-        "task",
-        "source",
-        "paper_model",
-        "method",
-        "label",
-        "settings",
-        "seeds",
-        "examples",
-    ]
-    return pd.concat(parts, ignore_index=True).reindex(
-        columns=[*columns, "on_curve", *forms(*_POINTS, *KLS)]
-    )
+    about = ["task", "source", "paper_model", "method", "label", "settings", "seeds", "examples"]
+    columns = [*SECTION, *about, "on_curve", *forms(*_POINTS, *KLS)]
+    return pd.concat(parts, ignore_index=True).reindex(columns=columns)
 
 
 def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
@@ -75,18 +64,12 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
 
     paper_model: llama2 or xgen. The claims in the paper's text are for Llama 2.
     """
-    table: Any = pd.Series(paper_values())
-    table = (
-        table[paper_model]
-        .unstack(sort=False)[["score", "ttft_speedup"]]
-        .reset_index(names=["task", "method"])
+    values: Any = pd.Series(paper_values())
+    numbers = ["score", "ttft_speedup"]
+    table: Any = (
+        values[paper_model].unstack(sort=False)[numbers].reset_index(names=["task", "method"])
     )
-    means: Any = (
-        table.groupby("method", sort=False)[["score", "ttft_speedup"]]
-        .mean()
-        .reset_index()
-        .assign(task="all")
-    )
+    means = table.groupby("method", sort=False)[numbers].mean().reset_index().assign(task="all")
     table = pd.concat([table, means], ignore_index=True)
     baseline = table[table["method"] == BASELINE].set_index("task")["score"]
     table["relative_score"] = 100 * table["score"] / table["task"].map(baseline)

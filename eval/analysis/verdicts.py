@@ -37,7 +37,8 @@ _FRAME = [
     caption=(
         "A number agrees if the whole 95 % interval lies within the tolerance around the paper's, "
         "and differs if none of it does. A direction holds if every interval obeys it, and does "
-        "not hold if one of them disobeys as a whole: in one task, at one speedup."
+        "not hold if one of them, in one task at one speedup, disobeys as a whole, also when it is "
+        "widened for their number (Bonferroni)."
     ),
     notes=(
         "Undecided: the interval allows both. -: the paper has no number for this model. ?: not "

@@ -40,6 +40,9 @@ def claim(**values: Any) -> Claim:
         ("> 1", [(1.2, 1.1, 1.3), (1.0, 0.9, 1.1)], "undecided"),
         # one task is enough, whatever the mean
         ("> 1", [(1.2, 1.1, 1.3), (0.9, 0.8, 0.95)], "does not hold"),
+        # of two, at 97.5 %: 2.2414 standard errors instead of 1.96 are 1.1436 times as far
+        ("> 1", [(1.2, 1.1, 1.3), (0.9, 0.8, 0.9874)], "does not hold"),
+        ("> 1", [(1.2, 1.1, 1.3), (0.9, 0.8, 0.9875)], "undecided"),
         ("> 1", [], "not run"),
     ],
 )
@@ -53,7 +56,8 @@ def test_a_direction_needs_every_interval(holds: str, parts: Any, verdict: str) 
         ([(2.0, 1.0, 3.0)], NAN),  # is decided
         ([(1.0, -1.0, 3.0)], 400),  # twice as wide as far from 0: four times the rows
         ([(1.0, -1.0, 3.0), (0.5, -1.0, 2.0), (3.0, 2.0, 4.0)], 900),  # all must obey
-        ([(1.0, -3.0, 5.0), (-1.0, -2.5, 0.5), (-1.0, -3.0, 1.0)], 225),  # one is enough
+        # one is enough, with 2.3940 standard errors: 1 - 0.05 / 3 of a normal mean
+        ([(1.0, -3.0, 5.0), (-1.0, -2.5, 0.5), (-1.0, -3.0, 1.0)], 225 * (2.39398 / 1.959964) ** 2),
         ([(0.0, -1.0, 1.0)], NAN),  # no number of rows decides a tie
         ([(0.5, NAN, NAN)], NAN),
     ],

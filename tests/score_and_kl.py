@@ -1,0 +1,95 @@
+"""LazyLLM's score less static pruning's at equal ideal speedups, and what goes with it.
+
+    python -m tests.score_and_kl OUT.md
+
+reads the records of Figure 5 in results/smollm2 and writes a table. A pair is one row of LongBench
+at one speedup; intervals are bootstraps over rows, each drawn with all its pairs.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tests.test_smollm2_results import read
+
+SPEEDUPS = ("1.2x", "1.5x", "2x", "2.5x", "3x")
+DRAWS = 10_000
+HEADINGS = (
+    "pairs", "rows", "n", "LazyLLM, score", "static pruning, score", "LazyLLM - static, points",
+    "the same, gold log-likelihood", "KL of the answer, LazyLLM / static",
+)  # fmt: skip
+
+
+def read_pairs() -> pd.DataFrame:
+    """Read both methods' answers to each row at each speedup, and how they differ."""
+    pairs = []
+    for speedup in SPEEDUPS:
+        lazy = read("figure5", f"lazy speedup={speedup}")
+        static = read("figure5", f"static_pruning speedup={speedup}")
+        for first, second in zip(lazy, static, strict=True):
+            assert (first["dataset"], first["id"]) == (second["dataset"], second["id"])
+            pairs.append(compare(first, second) | {"speedup": speedup})
+    return pd.DataFrame(pairs)
+
+
+def compare(lazy: dict[str, Any], static: dict[str, Any]) -> dict[str, Any]:
+    baseline = lazy["baseline"]
+    same = {(1, 1): "both", (1, 0): "LazyLLM's only", (0, 1): "static pruning's only"}
+    longer = len(lazy["token_ids"]) - len(static["token_ids"])
+    return {
+        "row": f"{lazy['dataset']}/{lazy['id']}",
+        "task": lazy["task"],
+        "baseline": "scores 0" if baseline["score"] == 0 else "scores above 0",
+        "first": same.get((lazy["top1_agrees"], static["top1_agrees"]), "neither"),
+        "length": ("the same", "LazyLLM's", "static pruning's")[(longer > 0) - (longer < 0)],
+        "lazy": 100 * lazy["score"],
+        "static": 100 * static["score"],
+        "points": 100 * (lazy["score"] - static["score"]),
+        "gold": lazy["gold_log_likelihood"] - static["gold_log_likelihood"],
+        "ratio": log_ratio(lazy["answer_kl"], static["answer_kl"]),
+    }
+
+
+def log_ratio(first: float, second: float) -> float:
+    return math.log(first / second) if min(first, second) > 0 else math.nan
+
+
+def groups_of(pairs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield each group of pairs that gets a line, named."""
+    yield "all", pairs
+    for name, title in {
+        "speedup": "", "task": "", "baseline": "the baseline ", "length": "the longer answer: ",
+        "first": "the baseline's first token: ",
+    }.items():  # fmt: skip
+        for value, group in pairs.groupby(name, sort=False):
+            yield f"{title}{value}", group
+
+
+def interval(pairs: pd.DataFrame, name: str, shape: Callable[[Any], Any] = float) -> str:
+    """The mean over pairs and its 95 % interval, each changed by `shape`."""
+    rows = pairs.groupby("row")[name].agg(["sum", "count"]).to_numpy()
+    drawn = np.random.default_rng(0).integers(0, len(rows), (DRAWS, len(rows)))
+    sums = rows[drawn].sum(1)
+    low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
+    mean, low, high = (shape(value) for value in (pairs[name].mean(), low, high))
+    return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def table(pairs: pd.DataFrame) -> str:
+    lines = ["| " + " | ".join(HEADINGS) + " |", "|---|" + "---:|" * (len(HEADINGS) - 1)]
+    for name, group in groups_of(pairs):
+        cells = [name, group["row"].nunique(), len(group)]
+        cells += [f"{group['lazy'].mean():.2f}", f"{group['static'].mean():.2f}"]
+        cells += [interval(group, "points"), interval(group, "gold")]
+        cells += [interval(group, "ratio", np.exp)]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(table(read_pairs()), encoding="utf-8")
