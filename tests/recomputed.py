@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 import lazyllm
 from eval.run.answer import mean_kl
 from lazyllm.engine.depth import Depth
-from lazyllm.engine.generation import Generation, Tokens, answer
+from lazyllm.engine.generation import Forced, Generation, Tokens, answer
 from lazyllm.engine.inputs import Boundary
 from lazyllm.methods import Baseline, Lazy, Method, Prune, ScoreSpec
 
@@ -31,21 +31,6 @@ COLUMNS = (
     "dataset", "id", "arm", "prompt_tokens", "tokens", "revived_per_layer",
     "baseline_to_reused", "baseline_to_recomputed", "recomputed_to_reused",
 )  # fmt: skip
-
-
-class Forced:
-    """A sampler that writes a given answer and notes the logits [t, v] before each token."""
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.token_ids = iter(token_ids)
-        self.logits: list[Tensor] = []
-
-    def sample(self, logits: Tensor) -> Tensor:
-        self.logits.append(logits.double().clone())
-        return logits.new_zeros(1, dtype=torch.float64)
-
-    def read(self, sampled: list[float]) -> tuple[int, bool]:
-        return next(self.token_ids), False
 
 
 @dataclass(frozen=True)
@@ -70,7 +55,7 @@ def force(
     """Return the logits [t, v] before each of t tokens, if these are the answer, and its record."""
     sampler = Forced(token_ids)
     forced = answer(model, Generation(model, prompt, method, len(token_ids), sampler))
-    return torch.stack(sampler.logits), forced
+    return torch.stack(sampler.logits).double(), forced
 
 
 def recompute(

@@ -38,15 +38,16 @@ def read_pairs() -> pd.DataFrame:
 
 
 def compare(lazy: dict[str, Any], static: dict[str, Any]) -> dict[str, Any]:
+    """What a pair's answers are, its groups and its differences."""
     baseline = lazy["baseline"]
     same = {(1, 1): "both", (1, 0): "LazyLLM's only", (0, 1): "static pruning's only"}
-    longer = len(lazy["token_ids"]) - len(static["token_ids"])
+    more = len(lazy["token_ids"]) - len(static["token_ids"])
     return {
         "row": f"{lazy['dataset']}/{lazy['id']}",
         "task": lazy["task"],
         "baseline": "scores 0" if baseline["score"] == 0 else "scores above 0",
         "first": same.get((lazy["top1_agrees"], static["top1_agrees"]), "neither"),
-        "length": ("the same", "LazyLLM's", "static pruning's")[(longer > 0) - (longer < 0)],
+        "length": "LazyLLM's" if more > 0 else "static pruning's" if more < 0 else "neither",
         "lazy": 100 * lazy["score"],
         "static": 100 * static["score"],
         "points": 100 * (lazy["score"] - static["score"]),
@@ -81,6 +82,7 @@ def interval(pairs: pd.DataFrame, name: str, shape: Callable[[Any], Any] = float
 
 
 def table(pairs: pd.DataFrame) -> str:
+    """Write the groups as a table in Markdown."""
     lines = ["| " + " | ".join(HEADINGS) + " |", "|---|" + "---:|" * (len(HEADINGS) - 1)]
     for name, group in groups_of(pairs):
         cells = [name, group["row"].nunique(), len(group)]

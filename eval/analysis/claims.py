@@ -260,7 +260,7 @@ class Claim:
         if not parts or lacking:
             return NOT_RUN
         if self.holds:
-            obeys = self._obey(parts)
+            obeys = self._judge(parts)
             return FAILS if FAILS in obeys else UNDECIDED if UNDECIDED in obeys else HOLDS
         if paper_model not in self.paper:
             return NO_NUMBER
@@ -275,7 +275,7 @@ class Claim:
             return AGREES
         return HIGHER if low > paper + allowed else LOWER if high < paper - allowed else UNDECIDED
 
-    def _obey(self, parts: list[Value]) -> list[str]:
+    def _judge(self, parts: list[Value]) -> list[str]:
         """Of each part: its whole interval obeys the rule, or none of it, even if widened for the
         number of parts, or it is undecided, as in a tie.
         """
@@ -296,7 +296,7 @@ class Claim:
         """
         sign, bound = self.holds.split()
         needed: dict[bool, list[float]] = {True: [], False: []}
-        for part, verdict in zip(parts, self._obey(parts), strict=True):
+        for part, verdict in zip(parts, self._judge(parts), strict=True):
             if verdict == UNDECIDED and not np.isnan(part).any() and part[0] != float(bound):
                 obeys = _RULES[sign](part[0], float(bound))
                 half = (part[2] - part[1]) / 2 * (1 if obeys else _widening(len(parts)))
@@ -312,7 +312,7 @@ class Claim:
             return Column("value", "", self.digits, widest=self.widest).cell(
                 dict(zip(forms("value"), parts[0], strict=True))
             )
-        obeys = self._obey(parts)
+        obeys = self._judge(parts)
         low, high = (f"{value:.{self.digits}f}" for value in (min(values), max(values)))
         return (
             f"{low} to {high}: {obeys.count(HOLDS)} of {len(parts)} hold, {obeys.count(FAILS)} do "

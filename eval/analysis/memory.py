@@ -107,8 +107,8 @@ def memory(results: Results) -> Rows:
     """
     ends = overall(results).sort_values([*SECTION, "cache_ratio"], kind="stable", ignore_index=True)
     ends = ends.join(_leads(ends, results)).assign(steps=END)
-    held = [column.name for column in _STEPS]
-    by_step = pd.DataFrame(_by_step(results), columns=[*SETTING, "steps", "examples", *held])
+    step_values = [column.name for column in _STEPS]
+    by_step = pd.DataFrame(_by_step(results), columns=[*SETTING, "steps", "examples", *step_values])
     rows = pd.concat([part for part in (ends, by_step) if len(part)] or [ends])
     # the steps of a setting follow its end
     settings = map(tuple, ends[SETTING].to_numpy().tolist())
@@ -116,7 +116,7 @@ def memory(results: Results) -> Rows:
     order = [place[tuple(key)] for key in rows[SETTING].to_numpy().tolist()]
     rows = rows.assign(order=order).sort_values("order", kind="stable", ignore_index=True)
     values = forms(*(column.name for column in _BYTES), "score", *KLS, "gold_log_likelihood")
-    names = [*SETTING, "steps", "examples", *values, *held, "lazy", *forms(*_LEADS)]
+    names = [*SETTING, "steps", "examples", *values, *step_values, "lazy", *forms(*_LEADS)]
     table = rows.reindex(columns=names)
     return Rows(table, cells(table, measured(_COLUMNS, table), results), keys=3)
 

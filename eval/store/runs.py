@@ -238,13 +238,11 @@ class StoredRun:
         """Say how many prefills took far longer than one of as many FLOPs; "" if none did."""
         rows: Any = self.rows.sort_values("prefill_flops", ascending=False, kind="stable")
         slow = (rows["ttft_s"] > SLOW * rows.groupby("arm")["ttft_s"].cummin()).sum()
+        if not slow:
+            return ""
         return (
-            ""
-            if not slow
-            else (
-                f"{slow} of {len(rows)} TTFTs are more than {SLOW} times that of an arm's longer "
-                "prompt: other work slowed them (out=FOLDER measures anew)"
-            )
+            f"{slow} of {len(rows)} TTFTs are more than {SLOW} times that of an arm's longer "
+            "prompt: other work slowed them (out=FOLDER measures anew)"
         )
 
     @property

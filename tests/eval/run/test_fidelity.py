@@ -12,7 +12,13 @@ from torch import Tensor
 
 import lazyllm
 from eval.benchmarks.prompts import gold_token_ids
-from eval.run.answer import compare_forced, compare_generations, edit_similarity
+from eval.run.answer import (
+    Measured,
+    Reference,
+    compare_forced,
+    compare_generations,
+    edit_similarity,
+)
 from lazyllm import Prompt
 from lazyllm.engine import generation
 from lazyllm.engine.generation import Forced, Generation, answer, force
@@ -20,6 +26,7 @@ from lazyllm.methods import Baseline, Lazy, Method
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
+from tests.lazyllm.engine.test_batch import Unbatchable
 from tests.lazyllm.methods.method_matrix import ROWS, Row
 from tests.reference import lazy_reference, random_model
 from tests.runs import compared
@@ -79,8 +86,26 @@ def test_forks_of_a_prefill_are_forced_runs_of_their_own(row: Row) -> None:
         for start in range(0, len(answers), size):
             chosen = answers[start : start + size]
             found = force([prefilled] * len(chosen), chosen)
-            for ours, theirs in zip(found, expected[start:], strict=False):
+            for ours, theirs in zip(found, expected[start : start + size], strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+
+
+def test_methods_that_cannot_be_batched_are_forced_alone() -> None:
+    model, (_, prompt), (forced, _) = random_model("llama", 5), random_prompt(9), random_prompt(4)
+
+    def measure(method: Method) -> Measured:
+        kept = list[Generation]()
+        out = lazyllm.generate(
+            model, prompt, method, 4, (), after_prefill=lambda ran: kept.append(ran.fork())
+        )
+        return Measured(method, out, prefilled=kept[0])
+
+    baseline, single = measure(Baseline()), measure(Unbatchable())
+    reference = Reference(baseline, {"answer": tuple(forced)})
+    reference.force_together([baseline, single], 4)
+    assert [*reference.logits] == [(baseline.prefilled, "answer")]
+    found = reference.compare(single)  # alone, both round in the same way
+    assert (found["answer_kl"], found["answer_log_likelihood"]) == (0, 0)
 
 
 def test_time_after_the_prefill_is_in_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
