@@ -29,14 +29,15 @@ Number = Callable[[list[Row]], float]
 
 
 def read(experiment: str, arm: str) -> list[Row]:
-    """The answers of an arm in the run of an experiment."""
-    (folder,) = (FOLDER / "records").glob(f"smollm2-{experiment}-*")
+    """The answers of an arm in the runs of an experiment, each of other datasets."""
     rows = []
-    for line in gzip.decompress((folder / "visits.jsonl.gz").read_bytes()).splitlines():
-        visit = json.loads(line)
-        about = {"task": TASK_OF[visit["dataset"]], "dataset": visit["dataset"]}
-        about |= {"id": visit["id"], "prompt_tokens": visit["prompt_tokens"]}
-        rows.append(about | visit["arms"][arm] | {"baseline": about | visit["arms"]["baseline"]})
+    for file in sorted((FOLDER / "records").glob(f"smollm2-{experiment}-*/visits.jsonl.gz")):
+        for line in gzip.decompress(file.read_bytes()).splitlines():
+            visit = json.loads(line)
+            about = {"task": TASK_OF[visit["dataset"]], "dataset": visit["dataset"]}
+            about |= {"id": visit["id"], "prompt_tokens": visit["prompt_tokens"]}
+            rows.append(about | visit["arms"][arm] | {"baseline": about | visit["arms"]["baseline"]})
+    assert len({(row["dataset"], row["id"]) for row in rows}) == len(rows) > 0
     return rows
 
 
