@@ -13,24 +13,32 @@ kept='{name: lazy, label: lazy_without_revival, speedup: [1.5, 2], revive: false
 compressed='{name: prompt_compression, keep: [0.2, 0.5, 0.8], unit: sentence}'
 field='{name: gemfilter}, {name: fastkv}, {name: claa}, {name: pyramidinfer}, {name: promptdistill}'
 measured='{name: asl}, {name: uniprefill}'
+pair='arms=[{name: lazy}, {name: static_pruning}]'
+uncut=model.max_prompt_tokens=7500
 for part in "$@"; do
   kind=${part%-*} rows=${part##*-} size=1
   case $kind in
     table1-*) a=(experiment=table1 arms.3.seeds=1) ;;
-    seeds-*) a=(label=seeds 'arms=[{name: random_drop, speedup: table1, seeds: 5}]') ;;
-    released-*) a=(label=released 'arms=[{name: prompt_compression, keep: 0.5, unit: sentence, scoring: sentences}]') ;;
+    seeds-*) a=(label=table1 'arms=[{name: random_drop, speedup: table1, seeds: 5}]') ;;
+    released-*) a=(label=table1 'arms=[{name: prompt_compression, keep: 0.5, unit: sentence, scoring: sentences}]') ;;
     figure5-*) a=(experiment=figure5 "arms=[$lead, $kept]") ;;
-    compression-*) a=(label=compression "arms=[$compressed]") ;;
+    compression-*) a=(label=figure5 "arms=[$compressed]") ;;
     field15-*) a=(experiment=field speedup=1.5x "arms=[$field, $measured]") ;;
     field2-*) a=(experiment=field speedup=2x "arms=[$field]") ;;
     figure6-*) a=(experiment=figure6 max_new_tokens=64) size=18 ;;
     figure7-*) a=(experiment=figure7 trace=1) ;;
+    long-*) a=(label=long speedup=1.5x "$pair" "$uncut") ;;
+    needle) a=(label=needle speedup=2x "$pair" "$uncut") ;;
+    ruler_*) a=(label="$kind" speedup=2x "$pair" "$uncut" data.length="${kind#*_}") ;;
     *) echo "no such part: $part" >&2; exit 1 ;;
   esac
+  mini=(subset=mini data.dir=../shared/minilongbench)
   case $kind in
-    *-qa) data=$qa ;;
-    *-summaries) data=$sum ;;
-    *-all) data=dataset=all ;;
+    *-qa) data=("$qa" "${mini[@]}") ;;
+    *-summaries) data=("$sum" "${mini[@]}") ;;
+    *-all) data=(dataset=all "${mini[@]}") ;;
+    needle) data=(dataset=needle) ;;
+    ruler_*) data=(dataset=ruler data.dir=../shared/ruler/rows) ;;
     *) echo "no such part: $part" >&2; exit 1 ;;
   esac
   [ "$rows" = all ] && limit=null || limit=$rows
@@ -39,7 +47,7 @@ for part in "$@"; do
   fi
   mkdir -p runs
   echo "begin $part $(date '+%F %T') load $(cat /proc/loadavg)" >> runs/queue.log
-  .venv/bin/python run.py model=smollm2 subset=mini data.dir=../shared/minilongbench warmup=1 fidelity=answer batch_size=$size \
-    "${a[@]}" "$data" limit="$limit" out="runs/$kind" >> "runs/$kind.log" 2>&1
+  .venv/bin/python run.py model=smollm2 warmup=1 fidelity=answer batch_size=$size "${a[@]}" "${data[@]}" limit="$limit" \
+    out="runs/$kind" >> "runs/$kind.log" 2>&1
   echo "end $part rc=$? $(date '+%F %T') load $(cat /proc/loadavg)" >> runs/queue.log
 done
