@@ -36,7 +36,8 @@ def read(experiment: str, arm: str) -> list[Row]:
             visit = json.loads(line)
             about = {"task": TASK_OF[visit["dataset"]], "dataset": visit["dataset"]}
             about |= {"id": visit["id"], "prompt_tokens": visit["prompt_tokens"]}
-            rows.append(about | visit["arms"][arm] | {"baseline": about | visit["arms"]["baseline"]})
+            baseline = about | visit["arms"]["baseline"]
+            rows.append(about | visit["arms"][arm] | {"baseline": baseline})
     assert len({(row["dataset"], row["id"]) for row in rows}) == len(rows) > 0
     return rows
 
