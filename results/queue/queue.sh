@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # queue.sh PART ...: run parts of results/smollm2 one after the other, in the repository's root. A PART is KIND-N: N rows
 # of each dataset, or KIND-all. A run goes on where its records in this folder end; its visits go to runs/KIND, and when
-# each part began and ended, with the machine's load, to queue.log in this folder.
+# each part began and ended, with the machine's load, to runs/queue.log, which goes on where queue.log in this folder ends.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 here=results/queue
 mkdir -p runs
+[ -f runs/queue.log ] || cp "$here/queue.log" runs/queue.log
 qa='dataset=[narrativeqa,qasper,multifieldqa_en,hotpotqa,2wikimqa,musique,trec,triviaqa,samsum,passage_count,passage_retrieval_en,lcc,repobench-p]'
 sum='dataset=[gov_report,qmsum,multi_news]'
 speeds='[1.2, 1.5, 2, 2.5, 3]'
@@ -46,8 +47,8 @@ for part in "$@"; do
   if [ -d "$here/$kind" ] && [ ! -d "runs/$kind" ]; then
     cp -r "$here/$kind" "runs/$kind" && gunzip "runs/$kind/visits.jsonl.gz"
   fi
-  echo "begin $part $(date '+%F %T') load $(cat /proc/loadavg)" >> "$here/queue.log"
+  echo "begin $part $(date '+%F %T') load $(cat /proc/loadavg)" >> runs/queue.log
   .venv/bin/python run.py model=smollm2 warmup=1 fidelity=answer batch_size=$size "${a[@]}" "${data[@]}" limit="$limit" \
     out="runs/$kind" >> "runs/$kind.log" 2>&1
-  echo "end $part rc=$? $(date '+%F %T') load $(cat /proc/loadavg)" >> "$here/queue.log"
+  echo "end $part rc=$? $(date '+%F %T') load $(cat /proc/loadavg)" >> runs/queue.log
 done
