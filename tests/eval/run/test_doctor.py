@@ -13,10 +13,10 @@ from eval import cli
 from eval.run import doctor
 from eval.run.plan import Model
 from lazyllm.machine import torch_build
-from lazyllm.models.dtype import gain_file
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import ModelSpec
 from tests.conftest import ROOT
+from tests.helpers import keep_gain
 
 A100 = "NVIDIA A100-SXM4-80GB, 550.54.15, 81920 MiB, GPU-11aa"
 T4, K80 = "Tesla T4, 470.82.01, 15360 MiB, GPU-22bb", "K80, 418.10, 11441 MiB, GPU-1"
@@ -39,9 +39,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    # a CPU on which a product was measured to be twice as fast in bfloat16
-    gain_file().parent.mkdir(parents=True)
-    gain_file().write_text(json.dumps({"times as fast in bfloat16": 2.0}))
+    keep_gain(2.0)  # so that the dtype of a model on the CPU is known: bfloat16
 
     def examine(arguments: str = "model=llama2", script: str = "") -> dict[str, doctor.State]:
         if script:

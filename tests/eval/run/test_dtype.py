@@ -1,6 +1,5 @@
 """`model.dtype=auto`: a run, a plan and `doctor` speak of the dtype that the model loads in."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from eval.run.check import spec_of
 from eval.run.plan import as_text, costs
 from eval.store.runs import stored_runs
 from lazyllm.machine import ACCELERATORS
-from lazyllm.models.dtype import gain_file
 from lazyllm.presets import PRESETS
+from tests.helpers import keep_gain
 from tests.runs import checked, measured, prepared
 
 QUICK = ["model.device=cpu", "model.max_prompt_tokens=96", "dataset=lookup", "limit=1", "warmup=0"]
@@ -33,12 +32,6 @@ def quick(tmp_path: Path, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
     AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(folder)
     tiny[1].save_pretrained(folder)
     return [*QUICK, f"model={folder}"]
-
-
-def keep_gain(gain: float) -> None:
-    """Leave the file that an earlier measurement on this machine would have left."""
-    gain_file().parent.mkdir(parents=True, exist_ok=True)
-    gain_file().write_text(json.dumps({"times as fast in bfloat16": gain}))
 
 
 @pytest.mark.parametrize(("gain", "dtype"), [(FAST, "bfloat16"), (SLOW, "float32")])

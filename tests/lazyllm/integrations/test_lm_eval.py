@@ -33,10 +33,10 @@ from lazyllm.engine.session import Session
 from lazyllm.integrations import lm_eval
 from lazyllm.integrations.lm_eval import PrunedLM
 from lazyllm.methods import Lazy
-from lazyllm.models.dtype import gain_file
 from lazyllm.models.load import load_weights
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
+from tests.helpers import keep_gain
 from tests.reference import lazy_reference
 
 CPU = {"device": "cpu", "dtype": "float32"}
@@ -270,8 +270,7 @@ def test_dtype_of_a_checkpoint_on_a_cpu_is_the_faster_one(
     have left it.
     """
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
-    gain_file().parent.mkdir(parents=True)
-    gain_file().write_text(json.dumps({"times as fast in bfloat16": gain}))
+    keep_gain(gain)
     folder = Path(shutil.copytree(PRESETS["tiny"].source, tmp_path / "half"))
     load_weights(ModelSpec("tiny", dtype="bfloat16", device="cpu")).save_pretrained(folder)
     model = PrunedLM(str(folder), "lazy", schedule=SCHEDULE, device="cpu")

@@ -18,6 +18,7 @@ from lazyllm.models.load import load_weights
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
 from tests.gguf_files import model_of, write_gguf
+from tests.helpers import keep_gain
 
 FAST, SLOW = 8.0, 0.2  # how many times as fast a product is in bfloat16
 
@@ -26,12 +27,6 @@ FAST, SLOW = 8.0, 0.2  # how many times as fast a product is in bfloat16
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def keep_gain(gain: float) -> None:
-    """Leave the file that an earlier measurement on this machine would have left."""
-    gain_file().parent.mkdir(parents=True, exist_ok=True)
-    gain_file().write_text(json.dumps({"times as fast in bfloat16": gain}))
 
 
 def kept_gain() -> float | None:
