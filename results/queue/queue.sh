@@ -16,6 +16,7 @@ compressed='{name: prompt_compression, keep: [0.2, 0.5, 0.8], unit: sentence}'
 field='{name: gemfilter}, {name: fastkv}, {name: claa}, {name: pyramidinfer}, {name: promptdistill}'
 measured='{name: asl}, {name: uniprefill}'
 pair='arms=[{name: lazy}, {name: static_pruning}]'
+every="arms=[{name: lazy}, {name: lazy, label: lazy_without_revival, revive: false}, {name: static_pruning}, {name: random_drop}, $field, $measured]"
 uncut=model.max_prompt_tokens=7500
 for part in "$@"; do
   kind=${part%-*} rows=${part##*-} size=1
@@ -30,8 +31,8 @@ for part in "$@"; do
     figure6-*) a=(experiment=figure6 max_new_tokens=64) size=18 ;;
     figure7-*) a=(experiment=figure7 trace=1) ;;
     long-*) a=(label=long speedup=1.5x "$pair" "$uncut") ;;
-    needle) a=(label=needle speedup=2x "$pair" "$uncut") ;;
-    ruler_*) a=(label="$kind" speedup=2x "$pair" "$uncut" data.length="${kind#*_}") ;;
+    needle) a=(label=needle speedup=2x "$every" "$uncut") ;;
+    ruler_*) a=(label="$kind" speedup=2x "$every" "$uncut" data.length="${kind#*_}") ;;
     *) echo "no such part: $part" >&2; exit 1 ;;
   esac
   mini=(subset=mini data.dir=../shared/minilongbench)
@@ -40,7 +41,7 @@ for part in "$@"; do
     *-summaries) data=("$sum" "${mini[@]}") ;;
     *-all) data=(dataset=all "${mini[@]}") ;;
     needle) data=(dataset=needle) ;;
-    ruler_*) data=(dataset=ruler data.dir=../shared/ruler/rows) ;;
+    ruler_*) data=('dataset=[niah_single_1,niah_multikey_2,niah_multikey_3,vt,cwe,fwe]' data.dir=../shared/ruler/rows) ;;
     *) echo "no such part: $part" >&2; exit 1 ;;
   esac
   [ "$rows" = all ] && limit=null || limit=$rows
