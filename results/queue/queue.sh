@@ -25,6 +25,7 @@ for part in "$@"; do
     seeds-*) a=(label=table1 'arms=[{name: random_drop, speedup: table1, seeds: 5}]') ;;
     released-*) a=(label=table1 'arms=[{name: prompt_compression, keep: 0.5, unit: sentence, scoring: sentences}]') ;;
     figure5-*) a=(experiment=figure5 "arms=[$lead, $kept]") ;;
+    faster-*) a=(label=figure5 'arms=[{name: lazy, speedup: 3.5}]') ;;
     compression-*) a=(label=figure5 "arms=[$compressed]") ;;
     field15-*) a=(experiment=field speedup=1.5x "arms=[$field, $measured]") ;;
     field2-*) a=(experiment=field speedup=2x "arms=[$field]") ;;
@@ -39,6 +40,7 @@ for part in "$@"; do
   case $kind in
     *-qa) data=("$qa" "${mini[@]}") ;;
     *-summaries) data=("$sum" "${mini[@]}") ;;
+    *-multi) data=('dataset=[hotpotqa,2wikimqa,musique]' "${mini[@]}") ;;
     *-all) data=(dataset=all "${mini[@]}") ;;
     needle) data=(dataset=needle) ;;
     ruler_*) data=('dataset=[niah_single_1,niah_multikey_2,niah_multikey_3,vt,cwe,fwe]' data.dir=../shared/ruler/rows) ;;
