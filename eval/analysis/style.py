@@ -6,7 +6,7 @@ colour-blind readers. Figures do not use pyplot, which has global state and may 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
 from textwrap import wrap
@@ -283,17 +283,6 @@ def draw(axes: Any, rows: Any, x: str, y: str, with_x: bool = False, **look: Any
     """
     bars = {"xerr": around(rows, x)} if with_x else {}
     axes.errorbar(rows[x], rows[y], yerr=around(rows, y), **bars, **{"elinewidth": 0.8} | look)
-
-
-def draw_methods(axes: Any, rows: Any, styles: Mapping[str, Mapping[str, Any]], y: str) -> None:
-    """Draw a curve through each method's settings `on_curve`, with intervals; others are faint."""
-    x = "ttft_speedup"
-    for method, points in rows.groupby("method", sort=False):
-        look = dict(styles[method])
-        on_curve = points["on_curve"].astype(bool)
-        others = points[~on_curve]
-        axes.plot(others[x], others[y], **look | {"linestyle": "none", "alpha": 0.4})
-        draw(axes, points[on_curve].sort_values(x), x, y, with_x=True, **look)
 
 
 def save(figure: Any, stem: Path, suffixes: Sequence[str]) -> list[Path]:

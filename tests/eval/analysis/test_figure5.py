@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from eval.analysis.figure5 import data, paper_points, plot
+from eval.analysis.figure5 import data, kl_data, paper_points, plot
 from eval.analysis.paper_tables import PUBLISHED
 from eval.store.results import Results
 from eval.store.runs import StoredRun
@@ -30,20 +30,20 @@ def runs(**where: Any) -> list[StoredRun]:
     ]
 
 
-def test_points_and_curves_by_hand() -> None:
+def test_points_by_hand() -> None:
     frame: Any = data(Results(runs()))
     measured = frame[frame["source"] == "measured"].set_index(["task", "label"])
-    found = measured[["relative_score", "ttft_speedup", "on_curve", "seeds"]]
+    found = measured[["relative_score", "ttft_speedup", "seeds"]]
     low, high, drop = "lazy, schedule={2: 0.3}", "lazy, schedule={2: 0.5}", "random_drop, keep=0.5"
     expected = {
-        ("multi_doc_qa", low): [50, 2.0, True, 1],
-        ("multi_doc_qa", high): [90, 1.6, True, 1],
-        ("few_shot", low): [100, 4.0, True, 1],
-        ("few_shot", high): [80, 1.0, False, 1],  # slower and worse than the first
-        ("all", low): [75, 3.0, True, 1],
-        ("all", high): [85, 1.3, True, 1],
+        ("multi_doc_qa", low): [50, 2.0, 1],
+        ("multi_doc_qa", high): [90, 1.6, 1],
+        ("few_shot", low): [100, 4.0, 1],
+        ("few_shot", high): [80, 1.0, 1],
+        ("all", low): [75, 3.0, 1],
+        ("all", high): [85, 1.3, 1],
         # (0.4 + 0.4) / (0.1 + 0.3); of one task only, so in no mean over both
-        ("multi_doc_qa", drop): [30, 2.0, True, 2],
+        ("multi_doc_qa", drop): [30, 2.0, 2],
     }
     assert {key: found.loc[key].tolist() for key in found.index} == {
         key: pytest.approx(values) for key, values in expected.items()
@@ -98,10 +98,11 @@ def test_published_points_of_the_model_are_drawn(
     picture = drawn(plot, frame)
     written = " ".join(texts(picture))
     assert ("the paper's claims:\n2.34x at 99 %, 3x at 90 %" in written) == (model == "tiny")
-    for text in ("LazyLLM", "random token drop", "static pruning (the paper's only)",
-    "multi doc QA", "mean over tasks",
-                 "TTFT speedup over the baseline (times)", "score, % of the baseline's", "faint",
-                 legend):  # fmt: skip
+    for text in (
+        "LazyLLM", "random token drop", "static pruning (the paper's only)", "multi doc QA",
+        "mean over tasks", "TTFT speedup over the baseline (times)", "score, % of the baseline's",
+        legend,
+    ):  # fmt: skip
         assert text in written
     panel = next(axes for axes in picture.axes if axes.get_title(loc="left") == "multi doc QA")
     hollow = [
@@ -111,10 +112,12 @@ def test_published_points_of_the_model_are_drawn(
     ]
     points = published.loc[published["task"] == "multi_doc_qa", ["ttft_speedup", "relative_score"]]
     assert sorted(hollow) == sorted(points.to_numpy().round(4).tolist())
-    curves = [np.round(bars.lines[0].get_xydata(), 6).tolist() for bars in panel.containers]
-    assert curves == [[[1.6, 90], [2, 50]], [[2, 30]]]
-    alone = data(Results(runs(model=model, paper=paper)[:1]))
-    assert "faint" not in " ".join(texts(drawn(plot, alone)))  # of nothing
+    measured = [bars.lines[0] for bars in panel.containers]
+    assert [np.round(line.get_xydata(), 6).tolist() for line in measured] == [
+        [[2, 50], [1.6, 90]], [[2, 30]],
+    ]  # fmt: skip
+    assert {line.get_linestyle() for line in measured} == {"None"}  # no speedup gives them
+    assert "faint" not in written
 
 
 def test_models_and_suites_have_panels_of_their_own() -> None:
@@ -132,24 +135,31 @@ def test_models_and_suites_have_panels_of_their_own() -> None:
 
 
 def test_settings_given_by_a_speedup_are_joined() -> None:
-    points = {1.5: (0.3, 0.2), 2.0: (0.4, 0.1), "table1": (0.9, 0.05)}
+    points = {2.0: (0.4, 0.1), 1.5: (0.3, 0.2), "table1": (0.9, 0.05)}
     swept = [
         run({"trec": point}, "lazy", {"speedup": speedup}) for speedup, point in points.items()
     ]
-    measured = data(Results(swept)).query("source == 'measured' and task == 'few_shot'")
+    frame = data(Results(swept))
+    measured = frame.query("source == 'measured' and task == 'few_shot'")
     assert dict(zip(measured["label"], measured["on_curve"], strict=True)) == {
         "lazy, speedup=1.5x": True, "lazy, speedup=2x": True, "lazy, speedup=table1": False,
     }  # fmt: skip
+    picture = drawn(plot, frame)
+    (panel,) = (axes for axes in picture.axes if axes.get_title(loc="left") == "few shot")
+    (curve,) = (bars.lines[0] for bars in panel.containers)
+    assert (curve.get_xydata().tolist(), curve.get_linestyle()) == ([[2, 30], [4, 40]], "-")
+    faint = [line.get_xydata().tolist() for line in panel.lines if line.get_alpha() == 0.4]
+    assert faint == [[[8, 90]]]
+    assert "faint" in " ".join(texts(picture))
 
 
-def test_the_best_kl_has_panels_without_published_points() -> None:
+def test_the_best_kl_is_drawn_without_published_points() -> None:
     kls = {"kl": 0.1, "answer_kl": 0.02}
-    picture = drawn(
-        plot, data(Results([stored(over(("trec",), **kls), settings={"schedule": {"2": 0.5}})]))
-    )
-    panels = [axes for axes in picture.axes if axes.get_title(loc="left") == "few shot"]
-    assert [axes.get_yscale() for axes in panels] == ["log", "linear"]
-    points = [line.get_xydata().tolist() for line in panels[0].lines if len(line.get_xydata()) == 1]
+    runs = [stored(over(("trec",), **kls), settings={"schedule": {"2": 0.5}})]
+    picture = drawn(plot, kl_data(Results(runs)))
+    (panel,) = (axes for axes in picture.axes if axes.get_title(loc="left") == "few shot")
+    assert panel.get_yscale() == "log"
+    points = [line.get_xydata().tolist() for line in panel.lines if len(line.get_xydata()) == 1]
     assert points == [[[2, 0.02]]]
     kl_labels = [text for text in texts(picture) if "KL" in text and "nats" in text]
     assert kl_labels == ["answer's KL, nats: lower is better"]
@@ -159,26 +169,23 @@ def test_a_baseline_that_scores_nothing_leaves_the_kl_alone() -> None:
     """A share of nothing is no number; the paper has no points of the needle's task either."""
     nothing = {"baseline": {"score": 0.0}, "score": 0.0}
     assert data(Results([stored([visit(**nothing)])])).empty
+    assert kl_data(Results([stored([visit(**nothing)])])).empty
     assert data(Results([stored([visit()], "baseline")])).empty
-    frame = data(Results([stored(over(("needle",), **nothing, kl=0.1))]))
-    measured = frame.query("source == 'measured' and task != 'all'")
-    # none has a better score
-    assert (measured["kl"].tolist(), measured["on_curve"].tolist()) == ([0.1], [True])
-    written = texts(drawn(plot, frame))
-    assert not any(text.startswith("score, %") for text in written)
-    assert "first token's KL, nats: lower is better" in written
+    results = Results([stored(over(("needle",), **nothing, kl=0.1))])
+    assert data(results).empty
+    frame = kl_data(results)
+    assert frame.query("task != 'all'")["kl"].tolist() == [0.1]
+    assert "first token's KL, nats: lower is better" in texts(drawn(plot, frame))
 
 
 def test_scores_of_tasks_without_an_interval_are_not_drawn_beside_those_with_one() -> None:
     many = [visit(row, "trec", score=score, kl=0.1) for row, score in enumerate((0.1, 0.9) * 3)]
     few = over(("lcc",), kl=0.1)
-    panels = {}
-    for name, visits in {"both": [*many, *few], "few": few}.items():
-        figure = drawn(plot, data(Results([stored(visits)])))
-        for part in figure.subfigs[0].subfigs:
-            panels[name, part.get_supylabel()[:5]] = [
-                axes.get_title(loc="left") for axes in part.axes
-            ]
-    assert panels["both", "score"] == ["mean over tasks", "few shot"]
-    assert panels["both", "first"] == ["mean over tasks", "few shot", "code"]
-    assert panels["few", "score"] == ["code"]  # no task has an interval
+
+    def titles(visits: list[Any], data_of: Any = data) -> list[str]:
+        picture = drawn(plot, data_of(Results([stored(visits)])))
+        return [axes.get_title(loc="left") for axes in picture.axes if axes.axison]
+
+    assert titles([*many, *few]) == ["mean over tasks", "few shot"]
+    assert titles([*many, *few], kl_data) == ["mean over tasks", "few shot", "code"]
+    assert titles(few) == ["code"]  # no task has an interval
