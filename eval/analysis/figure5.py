@@ -49,15 +49,15 @@ def data(results: Results) -> pd.DataFrame:
 
 
 def kl_data(results: Results) -> pd.DataFrame:
-    """The columns of `data`, without the paper's, with kl, answer_kl and gold_kl, in nats, for the
-    relative score.
+    """Return the columns of `data` without the paper's points, and with kl, answer_kl and gold_kl,
+    in nats, instead of the relative score.
     """
     columns = [*_SETTING, "source", *forms("ttft_speedup", *KLS)]
     return _measure(results, *KLS).reindex(columns=columns)
 
 
 def _measure(results: Results, *values: str) -> Any:
-    """The settings with any of these values: of each task, and means over all tasks."""
+    """Choose the settings that have any of these values, in each task and as means over tasks."""
     table: Any = style.as_published(results.by_task)
     table = table[(table["level"] != "dataset") & (table["method"] != BASELINE)]
     table = table[table["ttft_speedup"].notna() & table[list(values)].notna().any(axis=1)]
@@ -140,7 +140,7 @@ def plot(frame: Any) -> MplFigure:
         rows = rows[rows["task"] != "all"] if rows["task"].nunique() == 2 else rows
         labels = style.kls_in(rows) if has_kl else _SCORE
         value, label = next(iter(labels.items()))
-        rows = rows if has_kl else _choose_panels(rows)
+        rows = rows.dropna(subset=value) if has_kl else _choose_panels(rows)
         speedups = rows["ttft_speedup"]
         # an axis that holds 1 and 2 has ticks, however close its points are
         reach = min(0.9, speedups.min() / 1.15), max(2.2, speedups.max() * 1.15)

@@ -165,6 +165,17 @@ def test_the_best_kl_is_drawn_without_published_points() -> None:
     assert kl_labels == ["answer's KL, nats: lower is better"]
 
 
+def test_what_lacks_the_drawn_kl_has_no_panel_and_no_name() -> None:
+    runs = [
+        stored(over(("trec",), kl=0.1, answer_kl=0.02)),
+        stored(over(("lcc",), kl=0.1), "static_pruning", {"keep": 0.5}),
+    ]
+    picture = drawn(plot, kl_data(Results(runs)))
+    written = texts(picture)
+    assert {"few shot", "LazyLLM"} <= set(written)
+    assert not {"code", "static pruning"} & set(written)
+
+
 def test_a_baseline_that_scores_nothing_leaves_the_kl_alone() -> None:
     """A share of nothing is no number; the paper has no points of the needle's task either."""
     nothing = {"baseline": {"score": 0.0}, "score": 0.0}
