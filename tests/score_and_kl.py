@@ -8,7 +8,7 @@ at one speedup; intervals are bootstraps over rows, each drawn with all its pair
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,20 @@ def interval(pairs: pd.DataFrame, name: str, shape: Callable[[Any], Any] = float
 
 def table(pairs: pd.DataFrame) -> str:
     """Write the groups as a table in Markdown."""
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|---|" + "---:|" * (len(HEADINGS) - 1)]
+    lines = []
     for name, group in groups_of(pairs):
         cells = [name, group["row"].nunique(), len(group)]
         cells += [f"{group['lazy'].mean():.2f}", f"{group['static'].mean():.2f}"]
         cells += [interval(group, "points"), interval(group, "gold")]
         cells += [interval(group, "ratio", np.exp)]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return in_markdown(HEADINGS, lines)
+
+
+def in_markdown(headings: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    """Write a table in Markdown, its first column to the left."""
+    head, *rows = (f"| {' | '.join(map(str, cells))} |" for cells in (headings, *lines))
+    return "\n".join([head, "|---|" + "---:|" * (len(headings) - 1), *rows, ""])
 
 
 if __name__ == "__main__":
