@@ -15,6 +15,7 @@ from eval.store.record import Visit
 from eval.store.runs import StoredRun, stored_runs
 from lazyllm.errors import UserError
 from lazyllm.machine import accelerator
+from scripts.dev.records import is_private
 from tests.conftest import ROOT
 from tests.eval.made import write_run
 from tests.eval.store.visits import visit
@@ -73,8 +74,9 @@ def wrong_scores(run: StoredRun) -> Iterator[str]:
 def leaves_out_texts(visit: Visit) -> bool:
     """Whether it is of a suite whose texts may not be published (tests/test_records.py holds that
     they are not)."""
-    is_private = DATASETS[visit.dataset].suite in ("longbench", "ruler")
-    return is_private and all(answer.text is None for answer in visit.answers.values())
+    return is_private(visit.dataset) and all(
+        answer.text is None for answer in visit.answers.values()
+    )
 
 
 @cache

@@ -2,7 +2,7 @@
 
 Each run becomes a folder of OUT with run.json, examples.json, visits.jsonl.gz and traces/*.json.gz.
 Every number and every hash stays; what quotes a prompt, a gold answer or a model's answer goes
-(`without_texts`). A run may still grow: only the examples that every arm has answered are kept. OUT
+(`without_texts`), unless the project itself made the dataset. A run may still grow: only the examples that every arm has answered are kept. OUT
 then holds these runs alone.
 
 A line names each visit that other work on the machine has slowed (`slow_visits`). --again removes
@@ -17,11 +17,19 @@ from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.benchmarks.datasets import DATASETS
 from eval.store.record import Failure, Visit
 from eval.store.runs import StoredRun, stored_runs
 from eval.store.trace import Trace, read_trace
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
+
+MADE_HERE = ("embedded", "needle", "random")  # suites whose texts are the project's own
+
+
+def is_private(dataset: str) -> bool:
+    """Whether its texts may not be published: they are LongBench's, RULER's or a user's."""
+    return dataset not in DATASETS or DATASETS[dataset].suite not in MADE_HERE
 
 
 def without_texts(visit: Visit) -> Visit:
@@ -80,15 +88,16 @@ def write(out: Path, runs: Iterable[StoredRun]) -> None:
         folder.mkdir(parents=True)
         shutil.copy(run.folder / "run.json", folder)
         done = run.done
-        visits = [visit for visit in run.visits if visit.key in done]
+        visits = [
+            without_texts(visit) if is_private(visit.dataset) else visit
+            for visit in run.visits
+            if visit.key in done
+        ]
         planned: dict[str, list[str]] = {}
         for dataset, example in dict.fromkeys(visit.key for visit in visits):
             planned.setdefault(dataset, []).append(example)
         (folder / "examples.json").write_text(json.dumps(planned) + "\n", encoding="utf-8")
-        _write_gzip(
-            folder / "visits.jsonl.gz",
-            "".join(f"{without_texts(visit).to_json()}\n" for visit in visits),
-        )
+        _write_gzip(folder / "visits.jsonl.gz", "".join(f"{visit.to_json()}\n" for visit in visits))
         for file in run.traces:
             (folder / "traces").mkdir(exist_ok=True)
             name = f"{file.name.removesuffix('.gz')}.gz"
