@@ -2,8 +2,8 @@
 
 Each run becomes a folder of OUT with run.json, examples.json, visits.jsonl.gz and traces/*.json.gz.
 Every number and every hash stays; what quotes a prompt, a gold answer or a model's answer goes
-(`without_texts`), unless the project itself made the dataset. A run may still grow: only the examples that every arm has answered are kept. OUT
-then holds these runs alone.
+(`without_texts`), unless the project itself made the dataset. A run may still grow: only the
+examples that every arm has answered are kept. OUT then holds these runs alone.
 
 A line names each visit that other work on the machine has slowed (`slow_visits`). --again removes
 these visits from the runs: given once more, a run's command measures them again.
