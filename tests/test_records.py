@@ -102,9 +102,11 @@ def test_texts_made_here_stay(tmp_path: Path) -> None:
     assert {name for name in DATASETS if not records.is_private(name)} == made_here
     assert records.is_private("niah_single_1")  # a row of a user's file, here RULER's
     run = write_run(tmp_path / "one", [visit(0, "needle", {"text": "seven"}, gold=["seven"])])
+    with_traces(stored_runs([run])[0], run, small_trace(dataset="needle", id="row-0"))
     records.main(["--out", str(tmp_path / "records"), str(run)])
     [made], [was] = stored_runs([tmp_path / "records"]), stored_runs([run])
     assert made.visits == was.visits
+    assert [*map(read_trace, made.traces)] == [*map(read_trace, was.traces)]
 
 
 def test_a_text_would_be_seen(run: Path, tmp_path: Path) -> None:

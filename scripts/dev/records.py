@@ -33,11 +33,13 @@ def is_private(dataset: str) -> bool:
 
 
 def without_texts(visit: Visit) -> Visit:
-    """The visit without texts: no prompt's end, gold answer, answer, token id or reason of a
-    failure.
+    """The visit without private texts: no prompt's end, gold answer, answer, token id or reason of
+    a failure.
 
     Token ids become as many 0s, as their number is a measurement.
     """
+    if not is_private(visit.dataset):
+        return visit
     answers = {
         arm: answer.model_copy(update={"text": None, "token_ids": [0] * len(answer.token_ids)})
         for arm, answer in visit.answers.items()
@@ -48,7 +50,9 @@ def without_texts(visit: Visit) -> Visit:
 
 
 def trace_without_texts(trace: Trace) -> Trace:
-    """The trace with empty texts of tokens."""
+    """The trace with empty texts of tokens, if they are private."""
+    if not is_private(trace.dataset):
+        return trace
     return trace.model_copy(
         update={"tokens": [""] * len(trace.tokens), "generated": [""] * len(trace.generated)}
     )
@@ -88,11 +92,7 @@ def write(out: Path, runs: Iterable[StoredRun]) -> None:
         folder.mkdir(parents=True)
         shutil.copy(run.folder / "run.json", folder)
         done = run.done
-        visits = [
-            without_texts(visit) if is_private(visit.dataset) else visit
-            for visit in run.visits
-            if visit.key in done
-        ]
+        visits = [without_texts(visit) for visit in run.visits if visit.key in done]
         planned: dict[str, list[str]] = {}
         for dataset, example in dict.fromkeys(visit.key for visit in visits):
             planned.setdefault(dataset, []).append(example)
