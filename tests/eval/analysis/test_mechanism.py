@@ -134,7 +134,7 @@ def test_picture_writes_any_token() -> None:
 
 
 def test_picture_without_texts_numbers_the_tokens() -> None:
-    picture = plot(mechanism_frame(records.trace_without_texts(small_trace())))
+    picture = plot(mechanism_frame(records.trace_without_texts(small_trace(dataset="hotpotqa"))))
     written = texts(picture)
     assert [tick.get_text() for tick in picture.axes[-1].get_xticklabels()] == list("12345")
     assert "LazyLLM: decoding step 1" in written
