@@ -6,8 +6,9 @@ Slow and obvious, from docs/glossary.md: Tables 1 and 2, what revival is worth, 
 import gzip
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -28,14 +29,15 @@ Row = dict[str, Any]  # an arm's answer, and under "baseline" the baseline's of 
 Number = Callable[[list[Row]], float]
 
 
+@cache
 def read(experiment: str, arm: str) -> list[Row]:
     """The answers of an arm in the runs of an experiment, each of other datasets."""
     rows = []
-    for file in sorted((FOLDER / "records").glob(f"smollm2-{experiment}-*/visits.jsonl.gz")):
+    for file in sorted((FOLDER / "records").glob(f"smollm2-{experiment}*/visits.jsonl.gz")):
         for line in gzip.decompress(file.read_bytes()).splitlines():
             visit = json.loads(line)
-            about = {"task": TASK_OF[visit["dataset"]], "dataset": visit["dataset"]}
-            about |= {"id": visit["id"], "prompt_tokens": visit["prompt_tokens"]}
+            about = {name: visit[name] for name in ("dataset", "id", "prompt_tokens")}
+            about |= {"task": TASK_OF.get(about["dataset"], ""), "weight": 1}
             baseline = about | visit["arms"]["baseline"]
             rows.append(about | visit["arms"][arm] | {"baseline": baseline})
     assert len({(row["dataset"], row["id"]) for row in rows}) == len(rows) > 0
@@ -56,18 +58,23 @@ def over_tasks(number: Number) -> Number:
     )
 
 
+def total(value: Callable[[Row], float | None], rows: Iterable[Row]) -> float:
+    """The weighted sum over rows; NaN if one was not measured."""
+    values = ((row["weight"], value(row)) for row in rows)
+    return sum(weight * (math.nan if known is None else known) for weight, known in values)
+
+
+def count(rows: list[Row]) -> float:
+    return total(lambda _: 1, rows)
+
+
 def average_examples(value: Callable[[Row], float | None]) -> Number:
-    """The mean over a dataset's examples; NaN for what was not measured."""
-
-    def known(row: Row) -> float:
-        found = value(row)
-        return math.nan if found is None else found
-
-    return over_tasks(lambda rows: mean(map(known, rows)))
+    """The mean over a dataset's examples."""
+    return over_tasks(lambda rows: total(value, rows) / count(rows))
 
 
 def speedup(cost: Callable[[Row, Row], float]) -> Number:
-    """The baseline's sum over the method's. cost: of an answer, beside the other one."""
+    """The baseline's sum over the method's, whatever the weights. cost: of two answers' first."""
     return over_tasks(
         lambda rows: (
             sum(cost(row["baseline"], row) for row in rows)
@@ -89,9 +96,11 @@ def computed(row: Row) -> float:
 
 
 SHOWN: dict[str, Number] = {
-    "n": len,
+    "n": count,
     # a dataset's score is rounded to two digits, as LongBench rounds it
-    "score": over_tasks(lambda rows: round(100 * mean(row["score"] for row in rows), 2)),
+    "score": over_tasks(
+        lambda rows: round(100 * total(lambda row: row["score"], rows) / count(rows), 2)
+    ),
     "KL, nats": average_examples(lambda row: row["kl"]),
     "answer's KL": average_examples(lambda row: row["answer_kl"]),
     "gold KL": average_examples(lambda row: row["gold_kl"]),
@@ -103,9 +112,23 @@ SHOWN: dict[str, Number] = {
 }
 
 
+def pair(first: str, second: str) -> list[Row]:
+    """Two arms' answers, each "EXPERIMENT ARM", to the rows that both have."""
+    others = {(row["dataset"], row["id"]): row for row in read(*second.split(" ", 1))}
+    keys = [(row, (row["dataset"], row["id"])) for row in read(*first.split(" ", 1))]
+    return [row | {"other": others[key]} for row, key in keys if key in others]
+
+
+def ratio(first: str, second: str, kl: str = "answer_kl") -> float:
+    """The geometric mean of the first arm's KLs over the second's, where neither is 0."""
+    rows = [(row, row[kl], row["other"][kl]) for row in pair(first, second)]
+    logs = [row | {"log": math.log(one / other)} for row, one, other in rows if min(one, other) > 0]
+    return math.exp(average_examples(lambda row: row["log"])(logs))
+
+
 def lines_of(name: str) -> list[dict[str, str]]:
-    """A table's rows, {heading: cell}."""
-    (file,) = FOLDER.rglob(f"tables/{name}.md")
+    """A table's rows, {heading: cell}. name: what the file's path ends with."""
+    (file,) = FOLDER.rglob(f"{name}.md")
     lines = [line.strip("|").split("|") for line in file.read_text().splitlines() if "|" in line]
     head, _, *rows = [[cell.strip() for cell in line] for line in lines]
     return [dict(zip(head, row, strict=True)) for row in rows]
@@ -121,59 +144,45 @@ def check(cell: str, value: float, about: Any) -> None:
     assert float(number) == pytest.approx(value, abs=0.51 * 10**-digits), about
 
 
-PRESETS = {
-    "baseline": "baseline", "random_drop": "random_drop seed 0", "static_pruning": "static_pruning",
-    "prompt_compression": "prompt_compression", "lazy": "lazy",
-}  # fmt: skip
+def read_seeds() -> list[Row]:
+    """Random drop's answers of Table 1: an example counts once, with the mean over its seeds."""
+    rows = read("table1", "random_drop seed 0")
+    for seed in range(1, 5):
+        rows = rows + read("seeds", f"random_drop seed {seed}")
+    seeds = Counter((row["dataset"], row["id"]) for row in rows)
+    return [row | {"weight": 1 / seeds[row["dataset"], row["id"]]} for row in rows]
 
 
-@pytest.mark.parametrize(("name", "count"), [("table1", 6 * 5), ("table2", 6)])
-def test_tables_1_and_2(name: str, count: int) -> None:
-    lines = lines_of(name)
-    assert len(lines) == count
+@pytest.mark.parametrize(("name", "number"), [("table1", 6 * 5), ("table2", 6)])
+def test_tables_1_and_2(name: str, number: int) -> None:
+    lines = lines_of(f"tables/{name}")
+    assert len(lines) == number
     for line in lines:
-        arm = read("table1", PRESETS[line["method"]])
+        arm = read_seeds() if line["method"] == "random_drop" else read("table1", line["method"])
         rows = [row for row in arm if row["task"] == line["task"]]
         for heading in line.keys() & SHOWN.keys():
             check(line[heading], SHOWN[heading](rows), (line, heading))
 
 
 MOST = "Most prompt tokens get less than an even share of the last token's attention, %"
-# {name, ideal speedup: its run and its label there}; of an arm of two runs, the newer one counts
-ARMS = {
-    ("LazyLLM", "1.5x"): ("field_1.5x", "lazy"),
-    ("LazyLLM", "2x"): ("figure5", "lazy schedule=2.0x"),
-    ("without revival", "1.5x"): ("revival", "lazy_without_revival schedule=1.5x"),
-    ("without revival", "2x"): ("revival", "lazy_without_revival schedule=2x"),
-    ("static pruning", "1.5x"): ("field_1.5x", "static_pruning"),
-    ("static pruning", "2x"): ("figure5", "static_pruning keep=2.0x"),
-    ("random drop", "1.5x"): ("figure5", "random_drop keep=1.5x seed 0"),
-    ("random drop", "2x"): ("figure5", "random_drop keep=2.0x seed 0"),
-}
+LABELS = {
+    "LazyLLM": "lazy", "without revival": "lazy_without_revival",
+    "static pruning": "static_pruning", "random drop": "random_drop",
+}  # fmt: skip
 KLS = {"the baseline's answer": "answer_kl", "the gold answer": "gold_kl", "the first token": "kl"}
 
 
 def test_revival_is_a_geometric_mean_of_ratios() -> None:
-    lines = lines_of("revival")
+    lines = lines_of("figure5*/tables/revival")
     assert len(lines) == 6
     for line in lines:
         kl = KLS[line["KL of"]]
         for heading in [heading for heading in line if " / " in heading]:
             first, second = (
-                read(*ARMS[name, line["ideal speedup"]]) for name in heading.split(" / ")
+                f"figure5 {LABELS[name]} speedup={line['ideal speedup']}"
+                for name in heading.split(" / ")
             )
-            others = {(row["dataset"], row["id"]): row[kl] for row in second}
-            pairs = [(row, row[kl], others[row["dataset"], row["id"]]) for row in first]
-            logs = [
-                row | {"log": math.log(numerator / denominator)}
-                for row, numerator, denominator in pairs
-                if min(numerator, denominator) > 0
-            ]
-            check(
-                line[heading],
-                math.exp(average_examples(lambda row: row["log"])(logs)),
-                (line, heading),
-            )
+            check(line[heading], ratio(first, second, kl), (line, heading))
 
 
 def below_even_share() -> float:
@@ -211,7 +220,7 @@ def test_claims() -> None:
     }
     ours = {
         line["claim"]: line["ours"]
-        for line in lines_of("verdicts")
+        for line in lines_of("tables/verdicts")
         if line["model"].startswith("smollm2")
     }
     for name, value in expected.items():

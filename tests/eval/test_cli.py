@@ -258,27 +258,7 @@ def test_run_without_its_packages_is_refused_with_the_remedy() -> None:
     assert re.fullmatch(remedy, done.stderr)
 
 
-def test_closed_pipe_is_no_error() -> None:
-    """`lazyllm-bench status | head -1`: the reader ends before the command writes."""
-    code = "import time; from eval import cli; cli.main(['--help'])".replace(
-        "cli.main", "cli.usage = lambda: time.sleep(1) or 'x' * 100_000; cli.main"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    process.stderr.close()
-    process.wait()
-
-
-@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "| true"])  # true reads nothing
 def test_closed_streams_are_no_error(closed: str) -> None:
     command = f"'{sys.executable}' -m eval.cli --help {closed}"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True)
@@ -286,7 +266,7 @@ def test_closed_streams_are_no_error(closed: str) -> None:
 
 
 def test_a_terminal_without_the_sign_shows_another() -> None:
-    (run,) = (ROOT / "results" / "smollm2" / "records").glob("*-revival-*")
+    (run,) = (ROOT / "results" / "smollm2" / "records").glob("*-needle")
     command = [sys.executable, "-m", "eval.cli", "results", str(run)]
     plain = os.environ | {"PYTHONIOENCODING": "ascii"}
     process = subprocess.run(command, capture_output=True, env=plain, check=True)
