@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from tests.score_and_kl import SPEEDUPS, in_markdown
-from tests.test_smollm2_results import FOLDER, SHOWN, Row, group_by, read
+from tests.score_and_kl import in_markdown
+from tests.test_smollm2_results import FOLDER, SHOWN, SPEEDUPS, Row, group_by, read
 
 DRAWS = 1000
 HEADINGS = (

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tests.test_smollm2_results import read
+from tests.test_smollm2_results import SPEEDUPS, Row, arms, pair
 
-SPEEDUPS = ("1.2x", "1.5x", "2x", "2.5x", "3x")
 DRAWS = 10_000
 HEADINGS = (
     "pairs", "rows", "n", "LazyLLM, score", "static pruning, score", "LazyLLM - static, points",
@@ -29,15 +28,12 @@ def read_pairs() -> pd.DataFrame:
     """Read both methods' answers to each row at each speedup, and how they differ."""
     pairs = []
     for speedup in SPEEDUPS:
-        lazy = read("figure5", f"lazy speedup={speedup}")
-        static = read("figure5", f"static_pruning speedup={speedup}")
-        for first, second in zip(lazy, static, strict=True):
-            assert (first["dataset"], first["id"]) == (second["dataset"], second["id"])
-            pairs.append(compare(first, second) | {"speedup": speedup})
+        rows = pair(*arms(speedup, "lazy", "static_pruning"))
+        pairs += [compare(row, row["other"]) | {"speedup": speedup} for row in rows]
     return pd.DataFrame(pairs)
 
 
-def compare(lazy: dict[str, Any], static: dict[str, Any]) -> dict[str, Any]:
+def compare(lazy: Row, static: Row) -> Row:
     """What a pair's answers are, its groups and its differences."""
     baseline = lazy["baseline"]
     same = {(1, 1): "both", (1, 0): "LazyLLM's only", (0, 1): "static pruning's only"}

@@ -24,6 +24,7 @@ TASKS = {
     "synthetic": ("passage_count", "passage_retrieval_en"),
     "code": ("lcc", "repobench-p"),
 }
+SPEEDUPS = ("1.2x", "1.5x", "2x", "2.5x", "3x")
 TASK_OF = {name: task for task, names in TASKS.items() for name in names}
 Row = dict[str, Any]  # an arm's answer, and under "baseline" the baseline's of the same visit
 Number = Callable[[list[Row]], float]
@@ -112,6 +113,11 @@ SHOWN: dict[str, Number] = {
 }
 
 
+def arms(speedup: str, *names: str) -> list[str]:
+    """Arms of Figure 5 at an ideal speedup, as `pair` takes them."""
+    return [f"figure5 {name} speedup={speedup}" for name in names]
+
+
 def pair(first: str, second: str) -> list[Row]:
     """Two arms' answers, each "EXPERIMENT ARM", to the rows that both have."""
     others = {(row["dataset"], row["id"]): row for row in read(*second.split(" ", 1))}
@@ -178,11 +184,9 @@ def test_revival_is_a_geometric_mean_of_ratios() -> None:
     for line in lines:
         kl = KLS[line["KL of"]]
         for heading in [heading for heading in line if " / " in heading]:
-            first, second = (
-                f"figure5 {LABELS[name]} speedup={line['ideal speedup']}"
-                for name in heading.split(" / ")
-            )
-            check(line[heading], ratio(first, second, kl), (line, heading))
+            names = [LABELS[name] for name in heading.split(" / ")]
+            value = ratio(*arms(line["ideal speedup"], *names), kl=kl)
+            check(line[heading], value, (line, heading))
 
 
 def below_even_share() -> float:

@@ -258,7 +258,16 @@ def test_run_without_its_packages_is_refused_with_the_remedy() -> None:
     assert re.fullmatch(remedy, done.stderr)
 
 
-@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "| true"])  # true reads nothing
+def test_closed_pipe_is_no_error() -> None:
+    """`lazyllm-bench status | head -1`: the reader ends before the command writes."""
+    usage = "cli.usage = lambda: time.sleep(1) or 'x' * 100_000"
+    code = f"import time; from eval import cli; {usage}; cli.main(['--help'])"
+    command = f"'{sys.executable}' -c \"{code}\" | true"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True)
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
 def test_closed_streams_are_no_error(closed: str) -> None:
     command = f"'{sys.executable}' -m eval.cli --help {closed}"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True)
