@@ -309,7 +309,8 @@ def generate(
         newest, _ = run_token(hand, cache, out.token_ids[-1], start + len(out.token_ids) - 1)
 
 
-AfterLayer = Callable[[int, Attention], tuple[Iterable[int], Sequence[Collection[int]] | None]]
+Held = tuple[Iterable[int], Sequence[Collection[int]] | None]  # as `run` says of `after_layer`
+AfterLayer = Callable[[int, Attention], Held]
 
 
 def run(
@@ -516,7 +517,7 @@ def static_pruning(model: Model, ids: Ids, layer: int, keep: float, steps: int =
             score[p] += float(np.mean([row.get(p, 0.0) for row in attention[n - 1]])) / len(scoring)
     out.selected[layer] = kept = out.best(score, tokens_kept(keep, n), {n - 1})
 
-    def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]]]:
+    def after_layer(number: int, attention: Attention) -> Held:
         return kept if number == layer else attention, [kept] * hand.num_kv_heads
 
     return run(hand, dict(enumerate(ids)), n, steps, out, after_layer)
@@ -538,7 +539,7 @@ def fastkv(
     """
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
 
-    def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]]]:
+    def after_layer(number: int, attention: Attention) -> Held:
         m = len(attention)
         by_head = window_scores(hand, attention, window, pool, pooling)
         share = Fraction(str(retain)) / (Fraction(str(keep)) if number > layer else 1)
@@ -580,18 +581,13 @@ def claa(
     count, rows = keep_count(keep, n, floor), {}  # {layer: for each KV head, z-scores}
     scoring = without_window(hand, range(max(1, layer - layers + 1), layer + 1))
 
-    def after_layer(
-        number: int, attention: Attention
-    ) -> tuple[Iterable[int], list[list[int]] | None]:
+    def after_layer(number: int, attention: Attention) -> Held:
         if number > layer:
             return attention, None
         by_head = window_scores(hand, attention, window, pool, "max")
         rows[number] = [z_normalised(row) for row in by_head]
-        held = (
-            None
-            if retain == 1 or number <= layers
-            else snapkv(out, attention, by_head, window, count)
-        )
+        is_whole = retain == 1 or number <= layers
+        held = None if is_whole else snapkv(out, attention, by_head, window, count)
         if number < layer:
             return attention, held
         last = [row for other in scoring for row in rows[other]]
@@ -630,7 +626,7 @@ def asl(
     budget = n if retain == 1 else tokens_kept(keep if retain is None else retain, n)
     ranking, ranked = without_window(hand, range(first, hand.num_layers)), list[list[int]]()
 
-    def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]]]:
+    def after_layer(number: int, attention: Attention) -> Held:
         by_head = window_scores(hand, attention, window, pool, "average")
         held = snapkv(out, attention, by_head, window, budget)
         if number not in ranking or out.selected or n <= count + window:
@@ -672,7 +668,7 @@ def pyramidinfer(
         share = (1 - decay) * (cos(pi * (number - 1) / hand.num_layers) + 1) / 2 + decay
         counts.append(max(floor(share * counts[-1] + 1e-9), min(first, n - num_recent)))
 
-    def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], None]:
+    def after_layer(number: int, attention: Attention) -> Held:
         if number == hand.num_layers or number not in dropping:
             return attention, None
         older = [p for p in sorted(attention) if p not in weights]
@@ -703,7 +699,7 @@ def uniprefill(
     """
     hand, out, limit = HandModel(model), FieldOutput(), Fraction(str(p))
 
-    def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], None]:
+    def after_layer(number: int, attention: Attention) -> Held:
         if number not in layers:
             return attention, None
         out.selected[number] = positions = sorted(attention)

@@ -38,6 +38,10 @@ _CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 _PLACEHOLDER = re.compile(r"\.\.\.|\$|\b(FOLDER|NAME|FILE|my_|mine\b)")
 
 
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -92,7 +96,7 @@ def anchors(text: str) -> set[str]:
 
 
 def test_ceilings_of_sparse_attention_are_those_of_the_flops() -> None:
-    page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    page = text_of(ROOT / "docs/methods.md")
     head = next(line for line in page.splitlines() if line.startswith("| tokens |"))
     lengths = [int(cell.replace(",", "")) for cell in re.findall(r"[\d,]+", head)]
     rows = [line for line in page.splitlines() if re.search(r"\d % \([\d.]+x\)", line)]
@@ -111,7 +115,7 @@ def test_ceilings_of_sparse_attention_are_those_of_the_flops() -> None:
 
 @pytest.mark.parametrize("page", docs.filled(), ids=name_of)
 def test_make_docs_changes_nothing(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    text = text_of(page)
     assert docs.inserted(text) == text, "python -m scripts.dev.docs"
 
 
@@ -126,7 +130,7 @@ def table_of(source: str) -> list[str]:
 
 def test_tables_rows_and_columns_are_inserted() -> None:
     """The heading, the rule and a row of each arm of the demo; columns from 1."""
-    page = (ROOT / "results/demo/demo.md").read_text(encoding="utf-8")
+    page = text_of(ROOT / "results/demo/demo.md")
     assert table_of("results/demo/demo.md") == [
         line for line in page.splitlines() if line.startswith("|")
     ]
@@ -142,7 +146,7 @@ def test_tables_rows_and_columns_are_inserted() -> None:
 
 
 def test_pages_are_few_and_short_and_say_whom_they_are_for() -> None:
-    lines = {name_of(page): page.read_text(encoding="utf-8").splitlines() for page in PAGES}
+    lines = {name_of(page): text_of(page).splitlines() for page in PAGES}
     assert {
         name: len(page)
         for name, page in lines.items()
@@ -159,7 +163,7 @@ def test_pages_are_few_and_short_and_say_whom_they_are_for() -> None:
 
 
 def test_memory_of_models_is_that_of_a_plan() -> None:
-    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    page = text_of(ROOT / "docs/models.md")
     rows = re.findall(
         r"^\| `(\S+)` \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE
     )
@@ -180,25 +184,23 @@ def test_every_folder_of_results_says_how_it_was_made() -> None:
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_relative_links_and_anchors_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    text = text_of(page)
     for link, anchor in _LINK.findall(_CODE.sub("", text)):
         target = (page.parent / link).resolve()
         assert target.exists(), link
         if anchor and target.suffix == ".md":
-            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{link}#{anchor}"
+            assert anchor in anchors(text_of(target)), f"{link}#{anchor}"
     links = re.findall(r"\]\(#([^)]+)\)", text)
     assert set(links) <= anchors(text)
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_commands_exist(page: Path) -> None:
-    for line in commands(page.read_text(encoding="utf-8")):
+    for line in commands(text_of(page)):
         for command in re.findall(r"\blazyllm-bench ([a-z][\w-]*)", line):
             assert command in COMMANDS, line
         for target in re.findall(r"^make ([a-z-]+)", line):
-            assert re.search(
-                rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
-            ), line
+            assert re.search(rf"^{target}:", text_of(ROOT / "Makefile"), re.MULTILINE), line
 
 
 @pytest.mark.parametrize(("ttft_s", "code"), [(0.1, 0), (0.39, 1)])
@@ -206,7 +208,7 @@ def test_gate_passes_what_is_fast_enough(
     ttft_s: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The baseline takes 0.4 s: four times as long, or hardly longer."""
-    blocks = _FENCE.findall((ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
+    blocks = _FENCE.findall(text_of(ROOT / "docs" / "results.md"))
     (gate,) = [block for language, block in blocks if language == "python"]
     write_run(
         tmp_path / "runs" / "one", [visit(number, score=1.0, ttft_s=ttft_s) for number in range(6)]
@@ -218,16 +220,14 @@ def test_gate_passes_what_is_fast_enough(
 
 
 def test_columns_exist() -> None:
-    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    page = text_of(ROOT / "docs/results.md")
     (table,) = re.findall(r"^\| column \|.*\n((?:\|.*\n)+)", page, re.M)
     names = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table.splitlines()]
     assert set() < set(chain(*names)) <= {*COLUMNS, *Answer.model_fields}
 
 
 def run_lines() -> list[tuple[str, str]]:
-    found = [
-        (page, line) for page in WRITTEN for line in commands(page.read_text(encoding="utf-8"))
-    ]
+    found = [(page, line) for page in WRITTEN for line in commands(text_of(page))]
     return [(name_of(page), line) for page, line in found if run_arguments(line)]
 
 
@@ -237,7 +237,7 @@ def test_settings_of_commands_exist(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in re.findall(
-        r"`(\w+\.py)`:\n\n```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S
+        r"`(\w+\.py)`:\n\n```python\n(.*?)```", text_of(ROOT / page), re.S
     ):
         Path(name).write_text(text)  # a file that the page asks the reader to write
     try:
@@ -256,20 +256,11 @@ def test_an_unknown_setting_is_seen() -> None:
 @pytest.mark.slow
 def test_site_builds_with_search_and_reference() -> None:
     subprocess.run(["make", "pages"], cwd=ROOT, check=True, timeout=60)
-    command = [
-        sys.executable,
-        "-m",
-        "zensical",
-        "build",
-        "--strict",
-        "--clean",
-        "--config-file",
-        "mkdocs.yml",
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    build = "-m zensical build --strict --clean --config-file mkdocs.yml"
+    subprocess.run([sys.executable, *build.split()], cwd=ROOT, check=True, timeout=300)
     built = ROOT / "build" / "site"
-    assert "first token" in (built / "index.html").read_text(encoding="utf-8")
-    reference = (built / "docs" / "library" / "index.html").read_text(encoding="utf-8")
+    assert "first token" in text_of(built / "index.html")
+    reference = text_of(built / "docs" / "library" / "index.html")
     for name in (
         "lazyllm.generate",
         "lazyllm.methods.Method",
@@ -277,4 +268,4 @@ def test_site_builds_with_search_and_reference() -> None:
         "eval.benchmarks.suite.Suite",
     ):
         assert f'id="{name}"' in reference
-    assert "docs/methods" in (built / "search.json").read_text(encoding="utf-8")
+    assert "docs/methods" in text_of(built / "search.json")

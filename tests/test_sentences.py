@@ -69,6 +69,17 @@ def recomputed_is_nearer() -> int:
     return sum(float(row[names[0]]) < float(row[names[1]]) for row in rows)
 
 
+def score(method: str) -> float:
+    rows = read("figure5", f"{method} speedup=2x")
+    return SHOWN["score"]([row for row in rows if row["task"] == "single_doc_qa"])
+
+
+def kept(experiment: str) -> int:
+    """LazyLLM's score in multi-document QA, in % of the baseline's."""
+    lazy, baseline = (SHOWN["score"](read(experiment, arm)) for arm in ("lazy", "baseline"))
+    return round(100 * lazy / baseline)
+
+
 def slower() -> list[str]:
     """Tasks whose whole answers LazyLLM makes slower at Table 1's speeds."""
     tasks = group_by(read("table1", "lazy"), "task")
@@ -113,6 +124,11 @@ SENTENCES: dict[str, dict[str, Callable[[], bool]]] = {
             [lead < 0 for lead in leads("static_pruning", tasks=("code", "single_doc_qa"))]
             == [False] * 4 + [True, False, True, True, True, False]
         ),
+        "static pruning scores 5.3 points more": lambda: (
+            round(score("static_pruning") - score("lazy"), 1) == 5.3
+        ),
+        "keeps 72 % of the score": lambda: kept("three") == 72,
+        "and keeps 50 %": lambda: kept("faster") == 50,
         "answers are slower in summaries and code": lambda: slower() == ["code", "summarization"],
         "nearer to the baseline in 13 of 16 pairs": (lambda: recomputed_is_nearer() == 13),
         "about 1.5 times as fast, finds 30": (

@@ -52,10 +52,8 @@ def test_points_by_hand() -> None:
 
 def test_paper_points_are_those_of_the_papers_table() -> None:
     cells = pd.read_csv(PUBLISHED / "table1.csv").set_index(["task", "method"])
-    methods, tasks = (
-        cells.drop("baseline", level="method"),
-        sorted(set(cells.index.get_level_values("task"))),
-    )
+    methods = cells.drop("baseline", level="method")
+    tasks = sorted(set(cells.index.get_level_values("task")))
     for model in ("llama2", "xgen"):
         points = paper_points(model, [*tasks, "all"])
         table = points[points["source"] == "paper, Table 1"].set_index(["task", "method"])
@@ -69,10 +67,8 @@ def test_paper_points_are_those_of_the_papers_table() -> None:
     llama = paper_points("llama2", ["all", "multi_doc_qa"])
     mean = llama[(llama["task"] == "all") & (llama["method"] == "lazy")].iloc[0]
     assert mean["ttft_speedup"] == pytest.approx((1.36 + 2.34 + 1.46 + 2.19 + 2.89 + 1.94) / 6)
-    scores, baselines = (
-        25.59 + 22.31 + 24.75 + 62.81 + 4.98 + 53.30,
-        25.79 + 22.43 + 24.65 + 62.90 + 4.97 + 55.18,
-    )
+    scores = 25.59 + 22.31 + 24.75 + 62.81 + 4.98 + 53.30
+    baselines = 25.79 + 22.43 + 24.65 + 62.90 + 4.97 + 55.18
     assert mean["relative_score"] == pytest.approx(100 * scores / baselines)
     claims = llama[llama["source"] == "paper, text"]
     assert claims[["task", "ttft_speedup", "relative_score"]].to_numpy().tolist() == [
@@ -105,11 +101,8 @@ def test_published_points_of_the_model_are_drawn(
     ):  # fmt: skip
         assert text in written
     panel = next(axes for axes in picture.axes if axes.get_title(loc="left") == "multi doc QA")
-    hollow = [
-        line.get_xydata().round(4).tolist()[0]
-        for line in panel.lines
-        if line.get_markerfacecolor() == "none"
-    ]
+    lines = [line for line in panel.lines if line.get_markerfacecolor() == "none"]
+    hollow = [line.get_xydata().round(4).tolist()[0] for line in lines]
     points = published.loc[published["task"] == "multi_doc_qa", ["ttft_speedup", "relative_score"]]
     assert sorted(hollow) == sorted(points.to_numpy().round(4).tolist())
     measured = [bars.lines[0] for bars in panel.containers]
@@ -127,10 +120,8 @@ def test_models_and_suites_have_panels_of_their_own() -> None:
         ("tiny", "longbench"), ("tiny", "embedded"), ("llama2", "longbench"),
     ]  # fmt: skip
     written = texts(drawn(plot, frame))
-    assert all(
-        any(text.endswith(name) for text in written)
-        for name in ("tiny, longbench", "llama2, longbench")
-    )
+    for name in ("tiny, longbench", "llama2, longbench"):
+        assert any(text.endswith(name) for text in written)
     assert "1 more in the CSV: --where KEY=VALUE chooses the runs to draw" in written
 
 

@@ -35,23 +35,16 @@ from tests.reference import (
     random_variant,
 )
 
+UNLIKE, LINEAR = "is not built like a Llama", "layers of type linear_attention"
 # Refused models: model type, settings in addition to `SMALL`, and a part of the message
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "GPT-2": (
-        "gpt2",
-        {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97},
-        "is not built like a Llama",
-    ),
-    "Mamba": ("mamba", {}, "is not built like a Llama"),
-    "Jamba": ("jamba", {}, "is not built like a Llama"),
-    "LFM2 (convolutions)": ("lfm2", {}, "is not built like a Llama"),
-    "Qwen3-Next (linear attention)": (
-        "qwen3_next",
-        {"num_experts": 4},
-        "layers of type linear_attention",
-    ),
-    "MiniMax (linear attention)": ("minimax", {}, "layers of type linear_attention"),
-    "Granite 4 hybrid (Mamba)": ("granitemoehybrid", {}, "layers of type linear_attention"),
+    "GPT-2": ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97}, UNLIKE),
+    "Mamba": ("mamba", {}, UNLIKE),
+    "Jamba": ("jamba", {}, UNLIKE),
+    "LFM2 (convolutions)": ("lfm2", {}, UNLIKE),
+    "Qwen3-Next (linear attention)": ("qwen3_next", {"num_experts": 4}, LINEAR),
+    "MiniMax (linear attention)": ("minimax", {}, LINEAR),
+    "Granite 4 hybrid (Mamba)": ("granitemoehybrid", {}, LINEAR),
     "Llama 4 (chunked attention)": ("llama4_text", {}, "layers of type chunked_attention"),
     "Gemma 3n (states between layers)": (
         "gemma3n_text",

@@ -225,9 +225,8 @@ class Held(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._sum = (
-            0  # with tensors that are free by now: these are looked for only if the peak may grow
-        )
+        # with tensors that are free by now: these are looked for only if the peak may grow
+        self._sum = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -313,11 +312,8 @@ def test_bytes_at_the_end_of_prefill_with_figure_4s_schedule(kv_heads: int, laye
     first, second, third = (layers * tenths // 10 for tenths in (3, 6, 9))
     row = 2 * kv_heads * (WIDTH // HEADS) * 8  # K and V of one token in one layer, float64
     # 200, 140, 98, 69 tokens enter the groups
-    assert (
-        ours.kv_bytes
-        == (first * 200 + (second - first) * 140 + (third - second) * 98 + (layers - third) * 69)
-        * row
-    )
+    entered = first * 200 + (second - first) * 140 + (third - second) * 98 + (layers - third) * 69
+    assert ours.kv_bytes == entered * row
     assert ours.aux_bytes == (60 + 42 + 29) * WIDTH * 8
     assert theirs.kv_bytes == layers * 200 * row
     assert (ours.kv_bytes + ours.aux_bytes) / theirs.kv_bytes <= 0.75
