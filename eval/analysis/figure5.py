@@ -20,7 +20,7 @@ MEASURED, PAPER, CLAIM = "measured", "paper, Table 1", "paper, text"
 
 _SETTING = [*SECTION, "task", "method", "label", "settings", "seeds", "examples", "on_curve"]
 _HOLLOW: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 8}
-_SCORE = {"relative_score": "score, % of the baseline's: higher is better"}
+_SCORE = {"relative_score": "score, % of the baseline's:\nhigher is better"}
 _CLAIM: Any = {"linestyle": "none", "color": "black", "marker": "+", "markersize": 11}
 
 
