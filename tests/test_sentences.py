@@ -70,6 +70,7 @@ def recomputed_is_nearer() -> int:
 
 
 def score(method: str) -> float:
+    """A method's score in single-document QA at 2x."""
     rows = read("figure5", f"{method} speedup=2x")
     return SHOWN["score"]([row for row in rows if row["task"] == "single_doc_qa"])
 
