@@ -26,7 +26,13 @@ from lazyllm.engine.flops import attention_ceiling
 from lazyllm.engine.generation import Batch, Greedy
 from lazyllm.engine.sdpa import builds_plans
 from lazyllm.errors import UserError
-from lazyllm.measuring import attention_events, attention_kernel, read_peak, reset_peak
+from lazyllm.measuring import (
+    attention_events,
+    attention_kernel,
+    read_peak,
+    release_memory,
+    reset_peak,
+)
 from lazyllm.methods import Method
 from lazyllm.methods.support.other_models import HELPERS
 from lazyllm.models.config import as_device, unapplied_settings
@@ -139,6 +145,9 @@ class Bench:
             elif outcome is not None:
                 arms[arm.label] = outcome
         self._forget(prefilled)
+        outcomes.clear()
+        if self.model.device.type == "cpu":
+            release_memory(self.model.device)  # of earlier visits; malloc would keep it
         ceiling = attention_ceiling(self.model.config, len(prompt.token_ids))
         return Visit(
             dataset=prompt.dataset.name,

@@ -479,7 +479,7 @@ def test_no_timed_prefill_is_the_first_of_its_shapes(monkeypatch, batch_size: in
     assert [list(visit.answers) for visit in made] == [[entry.label for entry in arms]] * 2
     assert len(timed) > len(arms)
     assert not early
-    assert untimed >= timed  # the draft's check, once, is untimed too
+    assert untimed >= timed  # so is the draft's check
 
 
 @pytest.mark.parametrize("size", [1, 8])
@@ -490,11 +490,13 @@ def test_answers_are_forced_together(
         assert len(prefilled) > 1
         return force(prefilled, answers)
 
+    released = list[Any]()
     monkeypatch.setattr(answer_module, "force", refuse_single)
+    monkeypatch.setattr(bench_module, "release_memory", released.append)
     arms = [ARMS[0], ARMS[2]]
     together = measured(small(tmp_path, size, arms=arms).config)
-    assert (together.failed, len(together.visits)) == ({}, 6)
+    assert (together.failed, len(together.visits), len(released)) == ({}, 6, 6)
     for visit in together.visits:
-        compared_arms = [answer for label, answer in visit.answers.items() if label != "baseline"]
-        assert len(compared_arms) == 3
-        assert all(answer.answer_kl and answer.gold_kl for answer in compared_arms)
+        others = [answer for label, answer in visit.answers.items() if label != "baseline"]
+        assert len(others) == 3
+        assert all(answer.answer_kl and answer.gold_kl for answer in others)
